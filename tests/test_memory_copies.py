@@ -47,7 +47,7 @@ def test_the_newest_complete_copy_is_resumed(two_ranks: Pool, tmp_path: Path) ->
         sizes = [slot.size for slot in memory.slots]
         assert max(sizes[SLOTS:]) < min(sizes[:SLOTS])
         # As if rank 1 had been killed while it wrote its newest copy.
-        by_key = copies(memory.slots, directory)
+        by_key = copies(memory.slots)[directory]
         older, newest = sorted(by_key)
         assert older[1] > 0 and newest[1] <= 9
         by_key[newest][1].clear()

@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from contextlib import redirect_stderr
+from pathlib import Path
 from typing import Any
 
 import fit_checkpoint_bodies as bodies
@@ -81,7 +82,7 @@ def body_wrong(directory: str, wrong: Any) -> str:
 def body_too_large(address: str) -> str:
     """Return the error of a state that no host has memory for."""
     with settings(NPU_DEVICE_MEMORY_COPIES=address):
-        copier = memory_copies.copier_of(None, Storage("", (0,), 0), True)
+        copier = memory_copies.copier_of(None, Storage(Path(), "", (0,), 0), True)
     assert copier is not None
     text = error_of(copier.require_memory, 1 << 50, 10)
     copier.close()
@@ -105,7 +106,7 @@ def body_full(address: str, directory: str) -> list[str]:
             for step in range(1, 4):
                 checkpoint.step_done(step)
                 # The copy fails in its thread.
-                while checkpoint._copies is not None and checkpoint._copies.is_busy:
+                while checkpoint._copies is not None and checkpoint._copies._copier.is_busy:
                     time.sleep(0.01)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limit)

@@ -9,7 +9,6 @@ host has; all directories get all files.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
 import shutil
@@ -29,12 +28,12 @@ from npu_device._src.training.checkpoint.memory_slots import (
     Record,
     Slot,
     copies,
-    directories,
+    full_name,
     identity,
     open_slots,
     read,
 )
-from npu_device._src.training.checkpoint.selection import Place, gather, on_all_ranks
+from npu_device._src.training.checkpoint.selection import Storage, gather, on_all_ranks
 from npu_device._src.training.opening import device
 from npu_device._src.training.opening.current_world import current_world
 from npu_device._src.world.sent_objects import from_json, to_json
@@ -52,8 +51,8 @@ _PROBLEM = "the newest copy in memory can't be written:"
 
 
 def to_files(
-    world: World | None, disk: Place, slots: Sequence[Slot], memory: Place | None = None
-) -> tuple[int, Place] | None:
+    world: World | None, disk: Storage, slots: Sequence[Slot], memory: Storage | None = None
+) -> tuple[int, Storage] | None:
     """Write the newest complete copy as a checkpoint, if it is newer than those of the disk; return its step, and where
     it is: in memory if it is the last copy of ranks that have ended for others.
 
@@ -62,7 +61,7 @@ def to_files(
     Raises:
         CheckpointError: the files can't be written; on all ranks.
     """
-    on_host = copies(slots, str(disk.directory))
+    on_host = copies(slots).get(str(disk.directory), {})
     for copy in _newer(world, disk, on_host):
         of_host = on_host.get(copy.key, {})
         if copy.is_last and memory is not None:
@@ -70,7 +69,7 @@ def to_files(
                 if _CheckpointOfCopy(world, memory, copy, of_host).write():
                     return copy.step, memory
             except CheckpointError as error:
-                if disk.storage.rank == 0:
+                if disk.rank == 0:
                     _log.warning("%s\nIt is written to the disk instead.", error)
         if _CheckpointOfCopy(world, disk, copy, of_host).write():
             return copy.step, disk
@@ -81,8 +80,9 @@ class _Copy(NamedTuple):
     """A complete copy that the hosts together have."""
 
     key: Key
-    writers: dict[int, int]  # by rank of the copy, the first rank of a host that has its part
+    size: int  # number of ranks that have made it
     is_last: bool  # the ranks have ended after it
+    writers: dict[int, int]  # by rank of the copy, the first rank of a host that has its part
 
     @property
     def step(self) -> int:
@@ -91,7 +91,7 @@ class _Copy(NamedTuple):
 
 
 def _newer(
-    world: World | None, disk: Place, on_host: Mapping[Key, Mapping[int, Slot]]
+    world: World | None, disk: Storage, on_host: Mapping[Key, Mapping[int, Slot]]
 ) -> Iterator[_Copy]:
     """Yield the complete copies that are newer than the newest checkpoint, newest first; all ranks get the same."""
     listed = []
@@ -103,19 +103,17 @@ def _newer(
     on_disk = folder.readable_latest(disk.directory) or 0
     gathered = gather(world, (on_disk, listed))
     newest = max(step for step, _ in gathered)
-    sizes: dict[Key, int] = {}
     copies_by_key: dict[Key, _Copy] = {}
     for writer, (_, copied) in enumerate(gathered):
         for key, size, is_last, ranks in copied:
-            sizes[key] = size
-            copy = copies_by_key.setdefault(key, _Copy(key, {}, is_last))
+            copy = copies_by_key.setdefault(key, _Copy(key, size, is_last, {}))
             for rank in ranks:
                 copy.writers.setdefault(rank, writer)
     for key in sorted(copies_by_key, reverse=True):
         copy = copies_by_key[key]
-        is_complete = set(copy.writers) == set(range(sizes[key]))
+        is_complete = set(copy.writers) == set(range(copy.size))
         # Another number of ranks takes only what rank 0 has: all that is shared.
-        is_enough = copy.is_last and 0 in copy.writers and sizes[key] != len(gathered)
+        is_enough = copy.is_last and 0 in copy.writers and copy.size != len(gathered)
         if copy.step > newest and (is_complete or is_enough):
             yield copy
 
@@ -124,14 +122,13 @@ class _CheckpointOfCopy:
     """The checkpoint that becomes of a complete copy; all ranks make the same calls."""
 
     def __init__(
-        self, world: World | None, place: Place, copy: _Copy, by_rank: Mapping[int, Slot]
+        self, world: World | None, storage: Storage, copy: _Copy, by_rank: Mapping[int, Slot]
     ) -> None:
         self._world = world
-        self._directory, self._storage = place
+        self._storage = storage
         self._step = copy.step
         writers = copy.writers
-        storage = self._storage
-        self._partial = self._directory / folder.partial_name(copy.step, storage.token)
+        self._partial = storage.partial(copy.step)
         self._records = {
             rank: slot.header["records"]
             for rank, slot in by_rank.items()
@@ -146,7 +143,7 @@ class _CheckpointOfCopy:
         if 0 in self._records:
             self._common = _of_kind(self._records[0], SHARED)
             header = {name: by_rank[0].header[name] for name in ("manifest", "keep")}
-        sent = header, {_name(record): record["crc"] for record in self._common}
+        sent = header, {full_name(record): record["crc"] for record in self._common}
         if world is not None:
             sent = world.object_from_root(sent, writers[0])
         self._header, self._checksums = sent
@@ -160,11 +157,15 @@ class _CheckpointOfCopy:
                 return False
             self._send(written)
             files = {name: sums for by_name in written for name, sums in by_name.items()}
-            # The checkpoint is whole on all hosts before any of them names it.
-            for stage in (functools.partial(self._finish, files), self._name_latest):
-                on_all_ranks(
-                    self._world, stage if self._storage.is_keeper else lambda: None, _PROBLEM
-                )
+            keep = self._header["keep"]
+            selection.complete(
+                self._world,
+                self._storage,
+                self._step,
+                keep,
+                lambda: self._manifest(files),
+                _PROBLEM,
+            )
         finally:
             if self._storage.is_keeper:
                 shutil.rmtree(self._partial, ignore_errors=True)
@@ -173,7 +174,7 @@ class _CheckpointOfCopy:
     def _make_folder(self) -> None:
         if self._storage.is_keeper:
             # A folder in memory is for this user only, as the memory of npurun is.
-            self._directory.mkdir(0o700, exist_ok=True)
+            self._storage.directory.mkdir(0o700, exist_ok=True)
             self._partial.mkdir(exist_ok=True)
 
     def _write_parts(self) -> dict[str, list[int]] | None:
@@ -198,7 +199,9 @@ class _CheckpointOfCopy:
         differing = []
         for record in _of_kind(records, SHARED):
             # What isn't a variable is taken from one rank only, as on the disk.
-            if record["path"] is not None and record["crc"] != self._checksums.get(_name(record)):
+            if record["path"] is not None and record["crc"] != self._checksums.get(
+                full_name(record)
+            ):
                 differing.append((record["path"], record))
         self._save(f"{prefix}.differing", differing)
         self._save(piece, [(record["name"], record) for record in _of_kind(records, OWNED)])
@@ -231,14 +234,15 @@ class _CheckpointOfCopy:
 
     def _send(self, written: Sequence[dict[str, list[int]]]) -> None:
         """Let all directories have the files of all ranks."""
-        keepers = self._storage.keepers
-        if self._world is None or len(set(keepers)) == 1:
+        storage = self._storage
+        if self._world is None or not storage.has_copies:
             return
         for root, files in enumerate(written):
-            takes = self._storage.is_keeper and keepers[root] != self._storage.rank
+            takes = storage.is_keeper and storage.keepers[root] != storage.rank
             selection.send_files(self._world, self._partial, sorted(files), root, takes)
 
-    def _finish(self, files: dict[str, list[int]]) -> None:
+    def _manifest(self, files: dict[str, list[int]]) -> dict[str, Any]:
+        """Make the shared files of their pieces; return the manifest."""
         pieces = [name for name in sorted(files) if name.startswith(_PIECE)]
         tf.raw_ops.MergeV2Checkpoints(
             checkpoint_prefixes=[
@@ -254,20 +258,11 @@ class _CheckpointOfCopy:
         manifest = dict(self._header["manifest"])
         manifest["files"] = folder.sync_files(self._partial, folder.SHARED)
         manifest["files"] |= {name: sums for name, sums in files.items() if sums}
-        folder.finish(self._directory, self._partial.name, self._step, manifest)
-
-    def _name_latest(self) -> None:
-        folder.name_latest(self._directory, self._step)
-        remains = folder.keep_only(self._directory, self._step, self._header["keep"])
-        selection.warn_of_remains(remains)
+        return manifest
 
 
 class _DamagedError(Exception):
     """A rank was killed while it replaced a copy, or the memory is damaged."""
-
-
-def _name(record: Record) -> str:
-    return str(record["name"] + record["part"])
 
 
 def _of_kind(records: Sequence[Record], kind: str) -> list[Record]:
@@ -284,15 +279,15 @@ def _tensor_of(record: Record, content: memoryview) -> tf.Tensor:
 
 def write_newest(world: World | None, slots: Sequence[Slot]) -> None:
     """Write the newest copy for each directory to the disk; every rank has to call this, as ``to_files``."""
-    paths = itertools.chain.from_iterable(gather(world, directories(slots)))
+    paths = itertools.chain.from_iterable(gather(world, list(copies(slots))))
     for path in sorted(set(paths)):
-        storage = selection.find_storage(world, Path(path))
-        written = to_files(world, Place(Path(path), storage), slots)
+        disk = selection.find_storage(world, Path(path))
+        written = to_files(world, disk, slots)
         text = f"no complete copy in memory is newer than the checkpoints in {path}"
         if written is not None:
             step, _ = written
             text = f"the copy of step {step} in memory is written to {path}"
-        if storage.rank == 0:
+        if disk.rank == 0:
             print(f"npu_device: {text}", file=sys.stderr)
 
 

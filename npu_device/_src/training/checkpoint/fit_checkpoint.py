@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import math
@@ -113,7 +114,7 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
         self._begins = False
         self._has_files = False
         knows_length = (self.params or {}).get("steps") is not None
-        self._position = _DataPosition(current_world(), self.model, knows_length)
+        self._data = _Data(current_world(), self.model, knows_length)
         self._resume = self._position_to_resume()
         if self._resume is None:
             # Restores nothing, but allows the checkpoint to save.
@@ -166,8 +167,8 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
             pulled = self._begin_epoch(keras_iterator, count)
         iterator = keras_iterator
         # Keras goes on with its own iterator, which isn't at the right position after resuming.
-        if iterator is self._position.keras_iterator:
-            iterator = self._position.used
+        if iterator is self._data.keras_iterator:
+            iterator = self._data.used
         if self._resume is not None:
             if pulled is None:
                 pulled = pull(iterator, count)
@@ -190,11 +191,10 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
         self._step = 0
         self._begins = False
         if self._resume is None:
-            pulled = self._position.begin_epoch(keras_iterator, count, steps_before)
+            pulled = self._data.begin_epoch(keras_iterator, count, steps_before)
         else:
-            pulled, problem = self._position.resume_epoch(
-                keras_iterator, count, self._resume["data"]
-            )
+            position = _Position(**self._resume["data"])
+            pulled, problem = self._data.resume_epoch(keras_iterator, count, position)
             self.not_kept = ()
             if problem is not None:
                 self.not_kept = (problem,)
@@ -265,11 +265,14 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
 
     def _notes(self, ended_of: int = 0) -> dict[str, Any]:
         # ``ended_of``: the epochs of which this is the end.
-        position = self._position
-        data = {"number": position.number, "passed": position.passed, "first": position.checksums}
-        data["samples"] = position.samples
-        notes = {"epoch": self._epoch, "step": self._step, "data": data, "ended_of": ended_of}
-        return {_FIT_KEY: {**notes, "metrics": self._metric_names}}
+        notes = {
+            "epoch": self._epoch,
+            "step": self._step,
+            "data": dataclasses.asdict(self._data.position),
+            "ended_of": ended_of,
+            "metrics": self._metric_names,
+        }
+        return {_FIT_KEY: notes}
 
     def _position_to_resume(self) -> dict[str, Any] | None:
         notes = self._job.peek()
@@ -309,8 +312,19 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
             )
 
 
-class _DataPosition:
-    """The place of one ``fit`` in its data, of which Keras makes an iterator for each epoch or one for all of them."""
+@dataclasses.dataclass
+class _Position:
+    """The place of an epoch's first batches in the data of a ``fit``, as a checkpoint has it."""
+
+    number: int = 0  # number of iterators before that of the epoch
+    passed: int = 0  # number of batches that earlier epochs took from it
+    # The checksum of each rank's first batches, which a resumed fit must find again.
+    first: list[int] = dataclasses.field(default_factory=list)
+    samples: int = 0  # checksum of the samples of all ranks in these batches
+
+
+class _Data:
+    """The data of one ``fit``, of which Keras makes an iterator for each epoch or one for all of them."""
 
     def __init__(self, world: World | None, model: Any, knows_length: bool) -> None:
         self._world = world
@@ -319,59 +333,53 @@ class _DataPosition:
         self.keras_iterator: Any = None
         # The iterator that is used: Keras's own, or after resuming the one at the right position.
         self.used: Any = None
-        self.number = 0  # number of iterators before this one
-        self.passed = 0  # number of batches that earlier epochs took from it
-        # The checksum of each rank's first batch, which a resumed fit must find again.
-        self.checksums: list[int] = []
-        self.samples = 0  # checksum of the samples of all ranks in these batches
+        self.position = _Position()
 
     def begin_epoch(self, keras_iterator: Any, count: int, steps_before: int) -> list[Any]:
         """Return the first ``count`` batches of an epoch; the epoch before has taken ``steps_before``."""
+        position = self.position
         if keras_iterator is self.keras_iterator:
-            self.passed += steps_before
+            position.passed += steps_before
         else:
-            self.number += self.keras_iterator is not None
-            self.passed = 0
+            position.number += self.keras_iterator is not None
+            position.passed = 0
             self.keras_iterator = keras_iterator
             self.used = keras_iterator
         pulled = pull(self.used, count)
-        self.checksums = gather(self._world, start.full_checksum(pulled))
-        self.samples = self._samples(pulled)
+        position.first = gather(self._world, start.full_checksum(pulled))
+        position.samples = self._samples(pulled)
         return pulled
 
     def resume_epoch(
-        self, keras_iterator: Any, count: int, position: dict[str, Any]
+        self, keras_iterator: Any, count: int, position: _Position
     ) -> tuple[list[Any], str | None]:
         """Return the first batches of an epoch at the place of a checkpoint, and why they are others; None if not."""
-        self.number = int(position["number"])
-        self.passed = int(position["passed"])
-        self.checksums = list(position["first"])
-        self.samples = int(position.get("samples", 0))
+        self.position = position
         self.keras_iterator = self.used = keras_iterator
         dataset = compat.dataset_of(keras_iterator)
         iterators = 0
-        if self.number and compat.is_generated(dataset):
+        if position.number and compat.is_generated(dataset):
             return pull(keras_iterator, count), _GENERATED
         # Of several numbers, checksums tell which one is right.
-        for wanted in compat.iterators_made(self._model, self.number, self._knows_length):
+        for wanted in compat.iterators_made(self._model, position.number, self._knows_length):
             while iterators < wanted:
                 self.used = iter(dataset)
                 iterators += 1
-            pull(self.used, self.passed)
+            pull(self.used, position.passed)
             pulled = pull(self.used, count)
             checksums = gather(self._world, start.full_checksum(pulled))
             # Another number of ranks divides batches in another way, unless all ranks read the same.
-            is_resized = len(checksums) != len(self.checksums)
-            is_found = checksums == self.checksums
+            is_resized = len(checksums) != len(position.first)
+            is_found = checksums == position.first
             if is_resized and not is_found:
-                is_found = set(checksums) == set(self.checksums)
+                is_found = set(checksums) == set(position.first)
                 # Of a pipeline, each rank has the rows of its own.
-                is_found = is_found or self._samples(pulled) == self.samples
+                is_found = is_found or self._samples(pulled) == position.samples
             if is_found:
                 return pulled, None if self._knows_length else _UNKNOWN_LENGTH
         ranks = []
         for rank, number in enumerate(checksums):
-            if rank >= len(self.checksums) or number != self.checksums[rank]:
+            if rank >= len(position.first) or number != position.first[rank]:
                 ranks.append(str(rank))
         return pulled, _OTHER_DATA.format(ranks=", ".join(ranks))
 

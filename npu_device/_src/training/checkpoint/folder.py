@@ -142,10 +142,7 @@ def manifest_of(directory: Path, step: int, name: str = "") -> dict[str, Any]:
 
 def damage(directory: Path, step: int, files: dict[str, Sequence[int]], prefix: str) -> str | None:
     """Return what is wrong with the files ``{prefix}.*``, given size and checksum of all by name; None if nothing."""
-    expected: dict[str, list[int]] = {}
-    for name, size_and_checksum in files.items():
-        if name.startswith(f"{prefix}."):
-            expected[name] = list(map(int, size_and_checksum))
+    expected = {name: sums for name, sums in files.items() if name.startswith(f"{prefix}.")}
     if not expected:
         return f"{directory / name_of(step)} has no files {prefix}.*"
     for name, (size, checksum) in expected.items():

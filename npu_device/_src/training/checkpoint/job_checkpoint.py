@@ -17,9 +17,11 @@ import tensorflow as tf
 from npu_device._src import environment
 from npu_device._src.cluster.rank_errors import RESUMABLE
 from npu_device._src.training.checkpoint import folder, selection
+from npu_device._src.training.checkpoint.callback_states import NO_CALLBACKS
 from npu_device._src.training.checkpoint.folder import CheckpointError
-from npu_device._src.training.checkpoint.job_copies import Copied, JobCopies, open_job_copies
+from npu_device._src.training.checkpoint.job_copies import Copied, JobCopies
 from npu_device._src.training.checkpoint.join_requests import join_requests
+from npu_device._src.training.checkpoint.memory_copies import copier_of
 from npu_device._src.training.checkpoint.parts import (
     Digests,
     RankState,
@@ -28,7 +30,7 @@ from npu_device._src.training.checkpoint.parts import (
 )
 from npu_device._src.training.checkpoint.preemption import Preemption
 from npu_device._src.training.checkpoint.progress import note_progress
-from npu_device._src.training.checkpoint.selection import Place, Storage, gather, on_all_ranks
+from npu_device._src.training.checkpoint.selection import Storage, gather, on_all_ranks
 from npu_device._src.training.opening import device
 from npu_device._src.training.opening.current_world import current_world
 from npu_device._src.training.watching.own_parts import for_all_ranks, means_of, with_values
@@ -103,23 +105,19 @@ class JobCheckpoint:
         self._warned = with_hidden_random_state({**shared, **(per_rank or {})})
         self._world: World | None = None
         self._storage: Storage | None = None
-        # Where the checkpoint is that ``restore`` reads: in the directory, or in memory.
-        self._source: Place | None = None
         # The step of the newest checkpoint; None before restore and save.
         self._last_step: int | None = None
-        # Step that latest.json names, when this job last read or wrote it.
-        self._named: int | None = None
+        # Steps of which latest.json may name one: what it named when this job last read it, or what this job wrote.
+        self._named: set[int | None] = set()
         self._chosen: selection.Chosen | None = None  # what ``peek`` has chosen for ``restore``
         self._preemption: Preemption | None = None
         self._is_stopping = False
         if preemption and device.parent_of_this_process() is None:
             world = current_world()
-            health = None if world is None else world.job.health
-            size = 1 if world is None else world.size
             number = signal.Signals[environment.NPU_DEVICE_PREEMPT_SIGNAL.get()]
             limit = environment.NPU_DEVICE_PREEMPT_TIMEOUT.get()
             try:
-                self._preemption = Preemption(health, size, number, limit, join_requests(world))
+                self._preemption = Preemption(world, number, limit, join_requests(world))
             except ValueError:
                 text = "this thread can't handle %s. What to do: make the JobCheckpoint in the main thread."
                 _log.warning(text, number.name)
@@ -223,7 +221,7 @@ class JobCheckpoint:
         differing = self._compare(world, storage, step)
         parts = {} if world is None else self._shared.parts()
         means = means_of([*parts.values()])
-        partial = self._directory / folder.partial_name(step, storage.token)
+        partial = storage.partial(step)
         problem = f"the checkpoint of step {step} could not be written to {self._directory}:"
         write = functools.partial(self._write, partial, storage, differing, parts, means)
         try:
@@ -232,7 +230,10 @@ class JobCheckpoint:
             for rank, entries in enumerate(written):
                 if storage.keepers[rank] == storage.rank:
                     files.update(entries)
-            self._name(world, storage, step, partial, files, notes)
+            manifest = self._manifest(notes, list(self._shared.variables()))
+            complete = functools.partial(self._completed, step, {**manifest, "files": files})
+            problem = f"the checkpoint of step {step} could not be completed in {self._directory}:"
+            selection.complete(world, storage, step, self._keep, complete, problem)
         except CheckpointError:
             # Only the keeper removes, after all ranks have ended their attempt.
             if storage.is_keeper:
@@ -240,6 +241,7 @@ class JobCheckpoint:
             raise
         self._own_state.has_saved()
         self._last_step = step
+        self._named = {step}
         if storage.rank == 0:
             note_progress(step)
         # What ranks before these have left in memory is older now.
@@ -254,22 +256,23 @@ class JobCheckpoint:
             CheckpointError: there are checkpoints, but none can be used.
         """
         world, storage = self._prepare()
-        self._source = Place(self._directory, storage)
+        source = storage
         if self._copies is not None:
-            self._source = self._copies.checkpoint_of_copies()
+            source = self._copies.checkpoint_of_copies()
         if storage.is_keeper:
             selection.warn_of_remains(folder.tidy(self._directory, but=storage.token))
-            self._named = folder.readable_latest(self._directory)
-        directory, readers = self._source
-        self._chosen = selection.newest_whole(world, readers, directory)
-        if self._chosen is None:
+            self._named = {folder.readable_latest(self._directory)}
+        chosen = selection.newest_whole(world, source)
+        self._chosen = chosen
+        if chosen is None:
             return None
         own_prefix = None
-        if self._chosen.is_complete:
-            own_folder = directory / folder.name_of(self._chosen.step)
-            own_prefix = own_folder / folder.own_prefix(storage.rank)
-        self._own_state.expect(own_prefix, self._chosen.callbacks)
-        return self._chosen.notes
+        if chosen.is_complete:
+            own_prefix = chosen.folder / folder.own_prefix(storage.rank)
+        manifest = chosen.manifest
+        self._own_state.expect(own_prefix, manifest.get("callbacks", NO_CALLBACKS))
+        notes: dict[str, Any] = manifest["notes"]
+        return notes
 
     @for_all_ranks()
     def restore(self) -> int:
@@ -297,48 +300,49 @@ class JobCheckpoint:
         chosen = self._chosen
         self._chosen = None
         world, _ = self._prepare()
-        if chosen is None or self._source is None:
+        if chosen is None:
             self._last_step = 0
             return 0
-        directory, storage = self._source
-        own_folder = directory / folder.name_of(chosen.step)
-        received_folder = directory / folder.partial_name(chosen.step, storage.token)
+        storage = chosen.storage
+        directory = storage.directory
+        received_folder = storage.partial(chosen.step)
         # All folders in memory have the same files.
         is_sent = not chosen.is_complete and directory == self._directory
         # Without an own part to read, a directory needs the holder's copy of the shared part.
         takes = is_sent and storage.keepers[chosen.holder] != storage.keepers[storage.rank]
+        manifest = chosen.manifest
         lost = list(chosen.not_kept)
         problem = f"the checkpoint of step {chosen.step} in {directory} can't be read:"
-        source = received_folder if takes else own_folder
+        source = received_folder if takes else chosen.folder
 
         def read() -> None:
-            lost.extend(self._shared.read(source / folder.SHARED, chosen.variables))
+            lost.extend(self._shared.read(source / folder.SHARED, manifest["variables"]))
             if chosen.is_complete:
-                prefix = own_folder / folder.own_prefix(storage.rank)
+                prefix = chosen.folder / folder.own_prefix(storage.rank)
                 not_kept, parts = self._own_state.read(prefix, self._shared.variables())
                 lost.extend(not_kept)
                 if world is not None:
                     self._shared.note_parts(world, parts)
 
         try:
-            has_directories = len(set(storage.keepers)) > 1
-            if is_sent and world is not None and has_directories:
+            if is_sent and world is not None and storage.has_copies:
                 receives = takes and storage.is_keeper
-                selection.send_files(world, source, chosen.shared, chosen.holder, receives)
+                selection.send_files(world, source, chosen.shared_files, chosen.holder, receives)
                 # The files have to be there before any rank of that host reads them.
                 world.wait()
             on_all_ranks(world, read, problem)
             if not chosen.is_complete:
-                lost += self._own_state.begin_anew(world, chosen.step, chosen.samples)
+                samples = manifest.get("samples", [])
+                lost += self._own_state.begin_anew(world, chosen.step, samples)
         finally:
             if storage.is_keeper:
                 # What has been sent here was for this rank's restore only.
                 shutil.rmtree(received_folder, ignore_errors=True)
                 self._remove_from_memory(directory)
         self._last_step = chosen.step
-        self.notes = chosen.notes
+        self.notes = manifest["notes"]
         self.not_kept = tuple(lost)
-        _log.info("restored the checkpoint of step %d from %s", chosen.step, own_folder)
+        _log.info("restored the checkpoint of step %d from %s", chosen.step, chosen.folder)
         if lost and storage.rank == 0:
             _log.warning(
                 "the checkpoint of step %d is restored, except for\n  %s",
@@ -370,10 +374,12 @@ class JobCheckpoint:
             self._world = current_world()
             self._storage = selection.find_storage(self._world, self._directory)
             if self._memory_interval is not None or self._preemption is not None:
-                disk = Place(self._directory, self._storage)
-                copied = Copied(self._shared, self._own_state, self._keep, self._manifest)
-                self._copies = open_job_copies(self._world, disk, copied, self._memory_interval)
-            self._named = folder.readable_latest(self._directory)
+                interval = self._memory_interval
+                copier = copier_of(self._world, self._storage, is_demanded=interval is not None)
+                if copier is not None:
+                    copied = Copied(self._shared, self._own_state, self._keep, self._manifest)
+                    self._copies = JobCopies(self._world, self._storage, copier, copied, interval)
+            self._named = {folder.readable_latest(self._directory)}
             names = self._warned
             self._warned = []
             if names and self._storage.rank == 0:
@@ -388,12 +394,12 @@ class JobCheckpoint:
     def _compare(self, world: World | None, storage: Storage, step: int) -> dict[str, Any]:
         """Check that all ranks save the same; return the variables whose values the keeper of this directory lacks."""
         own_digests: Digests = {} if world is None else self._shared.digests()
-        existing = []
+        newest = -1
         if storage.is_keeper and self._last_step is None:
             # Checked only before the first save: what this job has written itself is no obstacle.
-            existing = folder.steps(self._directory)[0][:1]
+            newest = max(folder.steps(self._directory)[0], default=-1)
         sent_digests = own_digests if storage.is_keeper else None
-        answers = gather(world, (step, existing, sent_digests))
+        answers = gather(world, (step, newest, sent_digests))
         steps = [rank_step for rank_step, _, _ in answers]
         if len(set(steps)) > 1:
             raise RuntimeError(
@@ -401,12 +407,10 @@ class JobCheckpoint:
                 + ", ".join(f"rank {rank}: {rank_step}" for rank, rank_step in enumerate(steps))
                 + ".\nWhat to do: give every rank the same number of steps."
             )
-        newest = [
-            existing_step for _, existing_steps, _ in answers for existing_step in existing_steps
-        ]
-        if newest:
+        newest = max(newest_of_rank for _, newest_of_rank, _ in answers)
+        if newest >= 0:
             raise RuntimeError(
-                f"{self._directory} holds checkpoints of a run, the newest of step {max(newest)}, which this one would "
+                f"{self._directory} holds checkpoints of a run, the newest of step {newest}, which this one would "
                 "replace.\nWhat to do: call restore() before the first step, or use another directory."
             )
         written: Digests = answers[storage.keepers[storage.rank]][2]
@@ -450,37 +454,18 @@ class JobCheckpoint:
             written |= folder.sync_files(partial, folder.SHARED)
         return written
 
-    def _name(
-        self,
-        world: World | None,
-        storage: Storage,
-        step: int,
-        partial: Path,
-        files: Any,
-        notes: Any,
-    ) -> None:
-        manifest = self._manifest(notes, list(self._shared.variables()))
-        manifest["files"] = files
-        problem = f"the checkpoint of step {step} could not be completed in {self._directory}:"
-
-        def finish() -> None:
-            # The file is read before each change, since two jobs may have been given one directory.
-            named = folder.readable_latest(self._directory)
-            if named != self._named:
-                raise CheckpointError(
-                    f"another job writes checkpoints there: it has named step {named} the latest. What to do: stop one "
-                    "of the two, and give each a directory of its own"
-                )
-            folder.finish(self._directory, partial.name, step, manifest)
-
-        def name_latest() -> None:
-            folder.name_latest(self._directory, step)
-            self._named = step
-            selection.warn_of_remains(folder.keep_only(self._directory, step, self._keep))
-
-        # The checkpoint is whole on all hosts before any of them names it.
-        for stage in (finish, name_latest):
-            on_all_ranks(world, stage if storage.is_keeper else lambda: None, problem)
+    def _completed(self, step: int, manifest: dict[str, Any]) -> dict[str, Any]:
+        """Return the manifest; CheckpointError if another job has named a checkpoint since this one has."""
+        # The file is read before each change, since two jobs may have been given one directory.
+        named = folder.readable_latest(self._directory)
+        if named not in self._named:
+            raise CheckpointError(
+                f"another job writes checkpoints there: it has named step {named} the latest. What to do: stop one of "
+                "the two, and give each a directory of its own"
+            )
+        # A keeper names it even if another one then can't.
+        self._named.add(step)
+        return manifest
 
     def _manifest(self, notes: Any, paths: list[str]) -> dict[str, Any]:
         world, storage = self._prepare()

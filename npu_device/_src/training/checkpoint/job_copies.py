@@ -11,19 +11,18 @@ from typing import Any, Callable, NamedTuple
 
 from npu_device._src import environment
 from npu_device._src.training.checkpoint import folder
-from npu_device._src.training.checkpoint.copies_to_disk import to_files
+from npu_device._src.training.checkpoint.copies_to_disk import FILE, to_files
 from npu_device._src.training.checkpoint.folder import CheckpointError
 from npu_device._src.training.checkpoint.memory_copies import (
     Copier,
     bytes_of_all,
     bytes_of_rank,
-    copier_of,
     tensors_of,
 )
 from npu_device._src.training.checkpoint.parts import RankState, SharedState, variables_of
 from npu_device._src.training.checkpoint.preemption import Preemption
 from npu_device._src.training.checkpoint.progress import note_progress
-from npu_device._src.training.checkpoint.selection import Place, gather
+from npu_device._src.training.checkpoint.selection import Storage, gather
 from npu_device._src.world.world import World
 
 _log = logging.getLogger("npu_device")
@@ -43,26 +42,23 @@ class Copied(NamedTuple):
 
 
 class JobCopies:
-    """The copies of one job.
-
-    Attributes:
-        newest_step: the step of the newest copy of these ranks; 0 before it.
-    """
+    """The copies of one job."""
 
     def __init__(
-        self, world: World | None, disk: Place, copier: Copier, copied: Copied, interval: int | None
+        self,
+        world: World | None,
+        disk: Storage,
+        copier: Copier,
+        copied: Copied,
+        interval: int | None,
     ) -> None:
-        self.newest_step = 0
+        self._newest_step = 0  # that of the newest copy of these ranks
         self._world = world
         self._disk = disk
         self._copier = copier
         self._copied = copied
         self._interval = interval  # steps between copies; None for one at the end only
         self._has_reserved = False
-
-    @property
-    def is_busy(self) -> bool:
-        return self._copier.is_busy
 
     def close(self) -> None:
         self._copier.close()
@@ -87,7 +83,7 @@ class JobCopies:
 
     def copy_if_due(self, step: int, saved_step: int, notes: dict[str, Any]) -> None:
         """Copy a step if the newest copy or checkpoint is an interval older."""
-        newest = max(saved_step, self.newest_step)
+        newest = max(saved_step, self._newest_step)
         if self._interval is not None and step // self._interval > newest // self._interval:
             self._copy(step, notes)
 
@@ -107,7 +103,7 @@ class JobCopies:
             if self._copy(step, notes, is_last=True) and copier.wait():
                 problem = None
         problems = [text for text in gather(self._world, problem) if text is not None]
-        if problems and self._disk.storage.rank == 0:
+        if problems and self._disk.rank == 0:
             _log.warning(_ON_DISK, step, problems[0])
         return not problems
 
@@ -124,12 +120,12 @@ class JobCopies:
         checkpoint = self._copied.shared.checkpoint()
         variables = variables_of(checkpoint)
         paths = {id(variable): path for path, variable in variables.items()}
-        directory, storage = self._disk
+        rank = self._disk.rank
         header = {
             "step": step,
-            "directory": str(directory),
+            "directory": str(self._disk.directory),
             "keep": self._copied.keep,
-            "rank": storage.rank,
+            "rank": rank,
             "is_last": is_last,
             # After a restart, the same step may have other bits, and isn't part of the same copy.
             "attempt": environment.NPU_DEVICE_RESTART_COUNT.get(),
@@ -137,37 +133,29 @@ class JobCopies:
         }
         rank_of_last_copy = None
         if is_last:
-            rank_of_last_copy = storage.rank
-        files = own_state.files(folder.own_prefix(storage.rank))
-        self._copier.copy(header, tensors_of(checkpoint, paths, rank_of_last_copy), files)
+            rank_of_last_copy = rank
+        copied = tensors_of(checkpoint, paths, rank_of_last_copy)
+        for name, content in own_state.files(folder.own_prefix(rank)).items():
+            copied.append(({"kind": FILE, "name": name, "part": ""}, content))
+        self._copier.copy(header, copied)
         own_state.has_saved()
-        self.newest_step = step
+        self._newest_step = step
         return True
 
-    def checkpoint_of_copies(self) -> Place:
+    def checkpoint_of_copies(self) -> Storage:
         """Let the ranks write the newest copy of an ended attempt as a checkpoint; return where one is read."""
         disk = self._disk
-        self.newest_step = 0
+        self._newest_step = 0
         written = None
         try:
-            written = to_files(self._world, disk, self._copier.readable, self._copier.place)
+            written = to_files(self._world, disk, self._copier.readable, self._copier.storage)
         except CheckpointError as error:
-            if disk.storage.rank == 0:
+            if disk.rank == 0:
                 _log.warning("%s\nThe job resumes from the disk.", error)
         if written is None:
             return disk
         step, source = written
         # By this, npurun knows how far the job is.
-        if disk.storage.rank == 0:
+        if disk.rank == 0:
             note_progress(step)
         return source
-
-
-def open_job_copies(
-    world: World | None, disk: Place, copied: Copied, interval: int | None
-) -> JobCopies | None:
-    """Return the copies of a job; None if npurun holds no memory for them, with a warning if there is an interval."""
-    copier = copier_of(world, disk.storage, is_demanded=interval is not None)
-    if copier is None:
-        return None
-    return JobCopies(world, disk, copier, copied, interval)

@@ -21,7 +21,7 @@ import zlib
 from collections.abc import Sequence
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -34,7 +34,7 @@ from npu_device._src.cluster.time_limits import (
     COPY_WAIT_SECONDS,
 )
 from npu_device._src.machine.free_memory import free_memory
-from npu_device._src.training.checkpoint.copies_to_disk import FILE, OWNED, SHARED
+from npu_device._src.training.checkpoint.copies_to_disk import OWNED, SHARED
 from npu_device._src.training.checkpoint.folder import CheckpointError
 from npu_device._src.training.checkpoint.memory_slots import (
     SLOTS,
@@ -42,9 +42,10 @@ from npu_device._src.training.checkpoint.memory_slots import (
     Slot,
     close_slots,
     folder_in_memory,
+    full_name,
     open_slots,
 )
-from npu_device._src.training.checkpoint.selection import Place, Storage, gather, on_all_ranks
+from npu_device._src.training.checkpoint.selection import Storage, gather, on_all_ranks
 from npu_device._src.wording import amount
 from npu_device._src.world.world import World
 
@@ -63,14 +64,8 @@ _NO_LAUNCHER = (
 )
 
 
-class SharedTensor(NamedTuple):
-    """A tensor of what all ranks share."""
-
-    key: str  # name in the files of TensorFlow
-    part: str  # part of a divided variable, as TensorFlow names it; else ""
-    tensor: tf.Tensor
-    path: str | None  # path of a variable, by which each rank's own values are read
-    is_alone: bool  # no other rank has it
+Content = tuple[Record, Any]
+"""What is copied: the record of a tensor or file, without its size and checksum, and the tensor, or the bytes."""
 
 
 class Copier:
@@ -78,7 +73,7 @@ class Copier:
 
     Attributes:
         readable: the slots of the host on its first rank, none on the others.
-        place: where the ranks of each host can put files that they read only once.
+        storage: where the ranks of each host can put files that they read only once.
         ranks_of_node_0: the ranks on the host of rank 0.
     """
 
@@ -96,13 +91,12 @@ class Copier:
         ranks_per_host = len(slots) // SLOTS
         self._hosts = len(ranks) // ranks_per_host
         self._host, local_rank = divmod(storage.rank, ranks_per_host)
-        self._is_main = storage.rank == 0
-        self._is_first = local_rank == 0
+        firsts = tuple(rank - rank % ranks_per_host for rank in ranks)
+        self.storage = storage._replace(directory=folder, keepers=firsts)
+        self._is_first = self.storage.is_keeper
         self.readable: Sequence[Slot] = ()
         if self._is_first:
             self.readable = self._slots
-        firsts = tuple(rank - rank % ranks_per_host for rank in ranks)
-        self.place = Place(folder, storage._replace(keepers=firsts))
         self.ranks_of_node_0 = ranks[:ranks_per_host]
         self._is_told = False  # a copy of this rank has failed
         self._is_whole = False  # the last copy is
@@ -158,10 +152,8 @@ class Copier:
             size: bytes that this rank copies.
             interval: steps between copies.
         """
-        sizes = gather(self._world, size)
-        ranks_per_host = len(sizes) // self._hosts
-        begins = range(0, len(sizes), ranks_per_host)
-        by_host = [sum(sizes[begin : begin + ranks_per_host]) for begin in begins]
+        # The ranks of a host are next to each other.
+        by_host = np.reshape(gather(self._world, size), (self._hosts, -1)).sum(axis=1)
         held = amount(by_host[self._host])
         needed = (SLOTS + 1) * by_host[self._host]
         text = f"{SLOTS} x {held} on this host"
@@ -183,23 +175,19 @@ class Copier:
                 )
 
         on_all_ranks(self._world, check, "there is too little memory for memory_every:")
-        if self._is_main:
+        if self.storage.rank == 0:
             text = f"npu_device: copies in memory every {interval} steps: {text}"
             print(text, file=sys.stderr, flush=True)
 
-    def copy(
-        self, header: dict[str, Any], tensors: Sequence[SharedTensor], files: dict[str, bytes]
-    ) -> None:
+    def copy(self, header: dict[str, Any], contents: Sequence[Content]) -> None:
         """Begin a copy; the one before has to be over."""
         self._is_whole = False
         self._thread = threading.Thread(
-            target=self._copy, args=(header, tensors, files), name="npu_device-copy"
+            target=self._copy, args=(header, contents), name="npu_device-copy"
         )
         self._thread.start()
 
-    def _copy(
-        self, header: dict[str, Any], tensors: Sequence[SharedTensor], files: dict[str, bytes]
-    ) -> None:
+    def _copy(self, header: dict[str, Any], tensors: Sequence[Content]) -> None:
         slot = self._own_slots[self._next % SLOTS]
         try:
             # If this copy fails, the other slot still has the one before.
@@ -207,16 +195,17 @@ class Copier:
             of_first = {} if self._is_first else self._checksums_of_first(header)
             records = []
             contents = []
-            for shared in tensors:
-                content = _bytes_of(shared.tensor)
-                record = self._record(shared, content, of_first)
-                records.append(record)
-                if record["held"]:
+            for record, tensor in tensors:
+                content = _bytes_of(tensor)
+                checksum = zlib.crc32(content)
+                is_held = True
+                # What isn't a variable is taken from the first rank only, as on the disk.
+                if record["kind"] == SHARED and not self._is_first:
+                    is_same = of_first.get(full_name(record)) == checksum
+                    is_held = record["path"] is not None and not is_same
+                records.append({**record, "bytes": len(content), "crc": checksum, "held": is_held})
+                if is_held:
                     contents.append(content)
-            for name, text in files.items():
-                content = memoryview(text)
-                records.append({"kind": FILE, "name": name, "part": "", **_sum_of(content)})
-                contents.append(content)
             slot.write({**header, "records": records}, contents)
             self._next += 1
             self._is_whole = True
@@ -226,26 +215,6 @@ class Copier:
                 self._is_told = True
                 _log.warning(_FAILED, f"{type(error).__name__}: {error}")
 
-    def _record(
-        self, shared: SharedTensor, content: memoryview, of_first: dict[str, int]
-    ) -> Record:
-        """Return what a header tells of a tensor; it isn't held if the first rank of the host has the same one."""
-        record: Record = {
-            "kind": SHARED,
-            "name": shared.key,
-            "part": shared.part,
-            "path": shared.path,
-        }
-        record.update(dtype=shared.tensor.dtype.name, shape=shared.tensor.shape.as_list())
-        record.update(_sum_of(content))
-        if shared.is_alone:
-            record["kind"] = OWNED
-        # What isn't a variable is taken from the first rank only, as on the disk.
-        elif not self._is_first:
-            is_same = of_first.get(shared.key + shared.part) == record["crc"]
-            record["held"] = shared.path is not None and not is_same
-        return record
-
     def _checksums_of_first(self, header: dict[str, Any]) -> dict[str, int]:
         # The first rank writes its copy at this moment, so that this is a short wait.
         deadline = time.monotonic() + COPY_WAIT_SECONDS
@@ -253,7 +222,7 @@ class Copier:
             for slot in self._slots_of_first_rank:
                 if slot.look() and slot.key == (header["attempt"], header["step"]):
                     return {
-                        record["name"] + record["part"]: record["crc"]
+                        full_name(record): record["crc"]
                         for record in slot.header["records"]
                         if record["kind"] == SHARED
                     }
@@ -299,29 +268,33 @@ def copier_of(world: World | None, storage: Storage, is_demanded: bool) -> Copie
 
 def tensors_of(
     checkpoint: Any, paths: dict[int, str], rank_of_last_copy: int | None = None
-) -> list[SharedTensor]:
+) -> list[Content]:
     """Return what this rank has of a ``tf.train.Checkpoint``, given the paths of variables by their ids.
 
     In the last copy of a rank, divided slots are shared tensors of rank 0, and those of no other rank.
     """
     tensors = []
     for saved in compat.tensors_of_checkpoint(checkpoint, is_whole=rank_of_last_copy == 0):
-        path = paths.get(id(saved.owner))
         # Until the first step of a divided optimizer, all ranks have its slots.
-        is_alone = compat.is_apart(saved.owner)
-        tensor = SharedTensor(saved.key, saved.part, saved.tensor, path, is_alone)
-        if rank_of_last_copy is None or not is_alone:
-            tensors.append(tensor)
-        elif rank_of_last_copy == 0:
-            tensors.append(tensor._replace(is_alone=False))
+        is_owned = compat.is_apart(saved.owner) and rank_of_last_copy != 0
+        if is_owned and rank_of_last_copy is not None:
+            continue
+        record = {
+            "kind": OWNED if is_owned else SHARED,
+            "name": saved.key,
+            "part": saved.part,
+            # By the path of a variable, each rank's own values are read.
+            "path": paths.get(id(saved.owner)),
+            "dtype": saved.tensor.dtype.name,
+            "shape": saved.tensor.shape.as_list(),
+        }
+        tensors.append((record, saved.tensor))
     return tensors
 
 
-def _sum_of(content: memoryview) -> Record:
-    return {"bytes": len(content), "crc": zlib.crc32(content), "held": True}
-
-
-def _bytes_of(tensor: tf.Tensor) -> memoryview:
+def _bytes_of(tensor: tf.Tensor | bytes) -> memoryview:
+    if isinstance(tensor, bytes):
+        return memoryview(tensor)
     # Numpy has no array of strings without a copy; there is one of them, the graph of objects.
     if tensor.dtype == tf.string:
         return memoryview(tf.io.serialize_tensor(tensor).numpy())

@@ -75,22 +75,24 @@ class Memory:
 
     def newer_than_disk(self) -> dict[str, tuple[int, int]]:
         """Return the newest step of the copies, and its bytes here, by directories whose newest checkpoint is older."""
-        sizes: Counter[tuple[str, int]] = Counter()
-        for slot in self.slots:
-            if slot.look():
-                sizes[slot.header["directory"], slot.header["step"]] += slot.size
-        # Of the steps of one directory, the last one counts.
-        return {
-            path: (step, sizes[path, step])
-            for path, step in dict(sorted(sizes)).items()
-            if step > (folder.readable_latest(Path(path)) or 0)
-        }
+        newest = {}
+        for path, by_key in copies(self.slots).items():
+            sizes: Counter[int] = Counter()
+            for (_, step), by_rank in by_key.items():
+                sizes[step] += sum(slot.size for slot in by_rank.values())
+            last_step = max(sizes)
+            if last_step > (folder.readable_latest(Path(path)) or 0):
+                newest[path] = last_step, sizes[last_step]
+        return newest
 
     def step(self) -> int | None:
         """Return the newest step that all ranks of this host have copied; None if there is none."""
-        copied = Counter((slot.key, slot.header["directory"]) for slot in self.slots if slot.look())
-        complete = [key for (key, _), ranks in copied.items() if ranks * SLOTS == len(self.slots)]
-        return max(step for _, step in [(0, 0), *complete]) or None
+        steps = []
+        for by_key in copies(self.slots).values():
+            for (_, step), by_rank in by_key.items():
+                if len(by_rank) * SLOTS == len(self.slots):
+                    steps.append(step)
+        return max(steps, default=None)
 
 
 def folder_in_memory(address: str) -> Path:
@@ -224,6 +226,10 @@ class Slot:
                 position += record["bytes"]
 
 
+def full_name(record: Record) -> str:
+    return str(record["name"] + record["part"])
+
+
 def identity(record: Record) -> tuple[Any, ...]:
     """Return what two records have in common whose bytes are held once.
 
@@ -252,15 +258,11 @@ def close_slots(slots: Sequence[Slot]) -> None:
         os.close(slot.descriptor)
 
 
-def directories(slots: Sequence[Slot]) -> list[str]:
-    """Return the directories for whose checkpoints there are copies."""
-    return sorted({slot.header["directory"] for slot in slots if slot.look()})
-
-
-def copies(slots: Sequence[Slot], directory: str) -> dict[Key, dict[int, Slot]]:
-    """Return the copies of ranks that these slots hold, by their keys and ranks."""
-    by_key: dict[Key, dict[int, Slot]] = {}
+def copies(slots: Sequence[Slot]) -> dict[str, dict[Key, dict[int, Slot]]]:
+    """Return the copies that these slots hold, by the directories of their checkpoints, their keys and their ranks."""
+    by_directory: dict[str, dict[Key, dict[int, Slot]]] = {}
     for slot in slots:
-        if slot.look() and slot.header["directory"] == directory:
+        if slot.look():
+            by_key = by_directory.setdefault(slot.header["directory"], {})
             by_key.setdefault(slot.key, {}).setdefault(slot.header["rank"], slot)
-    return by_key
+    return by_directory

@@ -21,10 +21,10 @@ import threading
 import time
 from typing import Any
 
-from npu_device._src.cluster.health import Health
 from npu_device._src.cluster.rank_errors import RESUMABLE, ClusterError
 from npu_device._src.cluster.time_limits import PREEMPTION_JOIN_SECONDS, SAME_PREEMPTION_SECONDS
 from npu_device._src.training.checkpoint.join_requests import JoinRequests
+from npu_device._src.world.world import World
 
 STEP_QUESTION = "preemption step"
 STOP_QUESTION = "preemption stop"
@@ -40,14 +40,12 @@ class Preemption:
 
     def __init__(
         self,
-        health: Health | None,
-        world_size: int,
+        world: World | None,
         number: signal.Signals,
         limit: float,
         requests: JoinRequests | None = None,
     ) -> None:
-        self._health = health
-        self._size = world_size
+        self._world = world
         self._signal = number
         self._requests = requests
         self._limit = limit  # seconds from the signal until this process ends, finished or not
@@ -79,9 +77,9 @@ class Preemption:
         # ``set_wakeup_fd`` takes no descriptor that blocks.
         os.set_blocking(self._writer, False)
         self._previous_descriptor = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        if health is not None:
-            health.on_question(STEP_QUESTION, self._answer_step)
-            health.on_question(STOP_QUESTION, self._answer_stop)
+        if world is not None:
+            world.job.health.on_question(STEP_QUESTION, self._answer_step)
+            world.job.health.on_question(STOP_QUESTION, self._answer_stop)
         self._thread = threading.Thread(
             target=self._watch, name="npu_device-preemption", daemon=True
         )
@@ -218,7 +216,7 @@ class Preemption:
                 self._agree()
 
     def _begin(self) -> None:
-        if self._health is not None and self._health.is_over:
+        if self._world is not None and self._world.job.health.is_over:
             self._end("the job has failed already")
         self._say(
             "all ranks finish the step, write a checkpoint and stop; a second signal ends this rank at once"
@@ -233,19 +231,20 @@ class Preemption:
 
     def _agree(self) -> int:
         asker = secrets.token_hex(4)
-        if self._health is None:
+        if self._world is None:
             last_step = self._answer_step([self.name, asker])
             self._answer_stop([self.name, asker, last_step])
             return last_step
-        ranks = range(self._size)
+        ask = self._world.job.health.ask
+        ranks = range(self._world.size)
         # A third of the limit, for two questions and some time to write the checkpoint.
         seconds = self._limit / 3
-        answers = self._health.ask(STEP_QUESTION, [self.name, asker], ranks, seconds).values()
+        answers = ask(STEP_QUESTION, [self.name, asker], ranks, seconds).values()
         # A rank that has left, or that doesn't answer, will not come to any step.
         last_step = _NEVER
-        if len(answers) == self._size and _NEVER not in answers:
+        if len(answers) == len(ranks) and _NEVER not in answers:
             last_step = max(answers)
-        self._health.ask(STOP_QUESTION, [self.name, asker, last_step], ranks, seconds)
+        ask(STOP_QUESTION, [self.name, asker, last_step], ranks, seconds)
         return last_step
 
     def _say(self, text: str) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Callable, NamedTuple, Optional
 
 from npu_device._src.training.checkpoint import folder
-from npu_device._src.training.checkpoint.callback_states import NO_CALLBACKS
 from npu_device._src.training.checkpoint.folder import CheckpointError
 from npu_device._src.wording import counted
 from npu_device._src.world.world import World
@@ -18,31 +17,62 @@ from npu_device._src.world.world import World
 _log = logging.getLogger("npu_device")
 
 
+class Storage(NamedTuple):
+    """A directory with the files of this rank, and the ranks that share it."""
+
+    directory: Path
+    token: str  # random, the same on all ranks
+    keepers: tuple[int, ...]  # for each rank, the lowest rank that sees the same directory
+    rank: int
+
+    @property
+    def is_keeper(self) -> bool:
+        """Return True on the rank that names and removes the checkpoints of this directory."""
+        return self.keepers[self.rank] == self.rank
+
+    @property
+    def has_copies(self) -> bool:
+        """Return whether there are several directories, each with all files."""
+        return len(set(self.keepers)) > 1
+
+    def partial(self, step: int) -> Path:
+        """Return the folder in which this job writes the files of a step before they are complete."""
+        return self.directory / folder.partial_name(step, self.token)
+
+
 class Chosen(NamedTuple):
+    storage: Storage
     step: int
     holder: int  # the lowest rank whose directory has the shared part
-    # Each rank restores its own part, too; else the holder sends the shared part to other directories.
-    is_complete: bool
-    shared: list[str]  # names of the shared part's files
-    variables: list[str]  # paths of the shared part's variables
-    notes: dict[str, Any]  # what rank 0 has noted
-    callbacks: str  # states of the callbacks on the holder, for ranks without an own part
-    not_kept: tuple[str, ...]
-    # By rank, of iterators, if the ranks have stopped after this step.
-    samples: list[dict[str, int]]
+    manifest: dict[str, Any]  # that of the holder: a rank may have the one of another host
+    not_kept: list[str]
+
+    @property
+    def is_complete(self) -> bool:
+        """Return whether each rank restores its own part, too; else the holder sends the shared one to the others."""
+        return not self.not_kept
+
+    @property
+    def folder(self) -> Path:
+        return self.storage.directory / folder.name_of(self.step)
+
+    @property
+    def shared_files(self) -> list[str]:
+        prefix = f"{folder.SHARED}."
+        return sorted(name for name in self.manifest["files"] if name.startswith(prefix))
 
 
 # What is wrong with the shared part, or None; the same for this rank's own part; the world size.
 _View = tuple[Optional[str], Optional[str], int]
 
 
-def newest_whole(world: World | None, storage: Storage, directory: Path) -> Chosen | None:
+def newest_whole(world: World | None, storage: Storage) -> Chosen | None:
     """Return the newest checkpoint that is whole on every rank, or else what is left of one; None if there is none.
 
     Every rank has to make the call.
     """
     # One list for each directory is enough.
-    named = folder.steps(directory) if storage.is_keeper else ([], None)
+    named = folder.steps(storage.directory) if storage.is_keeper else ([], None)
     listed = gather(world, named)
     steps = sorted({step for rank_steps, _ in listed for step in rank_steps}, reverse=True)
     wrong = {problem for _, problem in listed if problem is not None}
@@ -60,7 +90,7 @@ def newest_whole(world: World | None, storage: Storage, directory: Path) -> Chos
     problems: list[str] = []
     partly: Chosen | None = None
     for step in steps:
-        views: list[_View] = gather(world, _judge(directory, step, storage))
+        views: list[_View] = gather(world, _judge(storage, step))
         damaged = _problems(world, storage, views)
         holders = [rank for rank in sorted(set(storage.keepers)) if views[rank][0] is None]
         if not holders:
@@ -79,13 +109,13 @@ def newest_whole(world: World | None, storage: Storage, directory: Path) -> Chos
             if saved != len(views):
                 wrote = counted(saved, "rank")
                 lost = [_OTHER_SIZE.format(wrote=wrote, now=counted(len(views), "rank"))]
-            return _chosen(world, directory, step, storage, holders[0], lost)
+            return _chosen(world, storage, step, holders[0], lost)
         problems += damaged
         if partly is None:
-            partly = _chosen(world, directory, step, storage, holders[0], [_ALL_OWN, *damaged])
+            partly = _chosen(world, storage, step, holders[0], [_ALL_OWN, *damaged])
     if partly is None and steps:
         raise CheckpointError(
-            f"none of the checkpoints in {directory} can be used:\n  "
+            f"none of the checkpoints in {storage.directory} can be used:\n  "
             + "\n  ".join(problems)
             + "\nWhat to do: copy them from a backup, or start over in another directory."
         )
@@ -99,7 +129,8 @@ _OTHER_SIZE = (
 )
 
 
-def _judge(directory: Path, step: int, storage: Storage) -> _View:
+def _judge(storage: Storage, step: int) -> _View:
+    directory = storage.directory
     try:
         manifest = folder.manifest_of(directory, step)
     except CheckpointError as error:
@@ -122,7 +153,7 @@ def _problems(world: World | None, storage: Storage, views: list[_View]) -> list
         for text in (shared, own_part):
             if text is not None:
                 ranks_by_text.setdefault(text, rank)
-    if world is None or len(set(storage.keepers)) == 1:
+    if world is None or not storage.has_copies:
         return list(ranks_by_text)
     return [
         f"on host {world.job.cluster.hosts[rank]}: {text}" for text, rank in ranks_by_text.items()
@@ -130,43 +161,17 @@ def _problems(world: World | None, storage: Storage, views: list[_View]) -> list
 
 
 def _chosen(
-    world: World | None, directory: Path, step: int, storage: Storage, holder: int, lost: list[str]
+    world: World | None, storage: Storage, step: int, holder: int, lost: list[str]
 ) -> Chosen:
     manifest: Any = None
     if storage.rank == holder:
-        manifest = folder.manifest_of(directory, step)
+        manifest = folder.manifest_of(storage.directory, step)
     if world is not None:
         manifest = world.object_from_root(manifest, holder)
-    # The holder's manifest counts: this rank's may be that of another host.
-    shared = sorted(name for name in manifest["files"] if name.startswith(f"{folder.SHARED}."))
-    variables = manifest["variables"]
-    callbacks = manifest.get("callbacks", NO_CALLBACKS)
-    notes = manifest["notes"]
-    samples = manifest.get("samples", [])
-    return Chosen(step, holder, not lost, shared, variables, notes, callbacks, tuple(lost), samples)
+    return Chosen(storage, step, holder, manifest, lost)
 
 
 _PIECE = 1 << 22  # bytes that are sent at a time, as text where pickle isn't read
-
-
-class Storage(NamedTuple):
-    """The directory of the files of this rank, and the ranks that share it."""
-
-    token: str  # random, the same on all ranks
-    keepers: tuple[int, ...]  # for each rank, the lowest rank that sees the same directory
-    rank: int
-
-    @property
-    def is_keeper(self) -> bool:
-        """Return True on the rank that names and removes the checkpoints of this directory."""
-        return self.keepers[self.rank] == self.rank
-
-
-class Place(NamedTuple):
-    """A directory of checkpoints, and who shares it."""
-
-    directory: Path
-    storage: Storage
 
 
 def gather(world: World | None, value: Any) -> list[Any]:
@@ -216,7 +221,7 @@ def find_storage(world: World | None, directory: Path) -> Storage:
         on_all_ranks(world, leave_mark, f"can't write checkpoints to {directory}:")
         # Files are looked for by name, since a network file system may show an old list of a directory's entries.
         keeper = next(member for member in range(size) if mark(member).exists())
-        return Storage(token, tuple(gather(world, keeper)), rank)
+        return Storage(directory, token, tuple(gather(world, keeper)), rank)
     finally:
         with contextlib.suppress(OSError):
             mark(rank).unlink(missing_ok=True)
@@ -237,6 +242,33 @@ def send_files(world: World, folder: Path, names: list[str], root: int, takes: b
             while piece := world.object_from_root(source.read(_PIECE) if source else b"", root):
                 if target:
                     target.write(piece)
+
+
+def complete(
+    world: World | None,
+    storage: Storage,
+    step: int,
+    keep: int,
+    manifest: Callable[[], dict[str, Any]],
+    title: str,
+) -> None:
+    """Make a checkpoint of the folders with the files of a step; every rank has to call this.
+
+    Args:
+        keep: the number of checkpoints that stay.
+        manifest: called on each keeper before its checkpoint is complete.
+    """
+
+    def finish() -> None:
+        folder.finish(storage.directory, storage.partial(step).name, step, manifest())
+
+    def name_latest() -> None:
+        folder.name_latest(storage.directory, step)
+        warn_of_remains(folder.keep_only(storage.directory, step, keep))
+
+    # The checkpoint is whole on all hosts before any of them names it.
+    for stage in (finish, name_latest):
+        on_all_ranks(world, stage if storage.is_keeper else lambda: None, title)
 
 
 def warn_of_remains(problems: Sequence[str]) -> None:
