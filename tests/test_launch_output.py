@@ -218,6 +218,7 @@ def test_ranks_that_never_opened_the_device_are_told(tmp_path: Path) -> None:
     assert done.returncode == 0
     assert not any(map(is_running, wait_for_files(tmp_path, "*.pid", 2))), "children are ended, too"
     assert b"none of the 2 ranks opened npu_device" in done.stderr
+    assert b"NPUDistributedOptimizer in a session" in done.stderr
     assert b"npu.open()" in done.stderr
 
 

@@ -226,7 +226,8 @@ class Attempt:
             self._say(
                 f"none of the {len(marks)} ranks opened npu_device: they ran as {len(marks)} independent copies of "
                 "the script.\nTo let them work together, add `import npu_device as npu` and "
-                "`npu.open()` at the beginning of the script."
+                "`npu.open()` at the beginning of the script, and let them reduce their gradients "
+                "(npu.distribute.all_reduce, or NPUDistributedOptimizer in a session)."
             )
 
     def _report_failures(
