@@ -35,14 +35,16 @@ class _Collection:
 
     def __init__(self, ranks: set[int], is_partial: bool) -> None:
         self.ranks = ranks
+        self.awaited = set(ranks)
         # What has come is handed out at the end of the time, or when the missing ranks have gone.
         self.is_partial = is_partial
         self.is_over = False
         self.texts: dict[int, str] = {}
         self.waiting: list[_Request] = []
 
-    def awaited(self) -> set[int]:
-        return self.ranks.difference(self.texts)
+    def add(self, rank: int, text: str) -> None:
+        self.texts[rank] = text
+        self.awaited.discard(rank)
 
 
 class Services:
@@ -178,7 +180,7 @@ class Services:
         if rank not in gather.ranks or (rank in gather.texts and not gather.is_over):
             raise ValueError("not, or twice, in the gather")
         self._begin(key, gather, seconds)
-        gather.texts[rank] = text
+        gather.add(rank, text)
         gather.waiting.append(request)
         self._settle(key)
 
@@ -187,9 +189,9 @@ class Services:
         question = _text([str(message["kind"]), message["body"], message["ranks"]])
         key = ("ask", question)
         seconds = _seconds_of(message)
-        ranks = self._ranks(message["ranks"])
         answers = self._collections.get(key)
         if answers is None:
+            ranks = self._ranks(message["ranks"])
             answers = _Collection(ranks, True)
             frame = frames.encode({"push": "question", "question": question})
             self._begin(key, answers, seconds)
@@ -203,8 +205,8 @@ class Services:
         text = _text(message["value"])
         rank, _ = request
         answers = self._collections.get(key)
-        if answers is not None and rank in answers.awaited():
-            answers.texts[rank] = text
+        if answers is not None and rank in answers.awaited:
+            answers.add(rank, text)
             self._settle(key)
 
     def _begin(self, key: _Key, collection: _Collection, seconds: float) -> None:
@@ -222,7 +224,7 @@ class Services:
             self._end(key, collection)
             return
         text = (
-            f"{self._listed(sorted(collection.awaited()))} did not reach {key[1]!r} within {seconds:g} s, as the "
+            f"{self._listed(sorted(collection.awaited))} did not reach {key[1]!r} within {seconds:g} s, as the "
             "others have.\nWhat to do: find out whether it is stopped or still busy; its output may tell."
         )
         self._refuse_all(key, "late", text)
@@ -230,8 +232,7 @@ class Services:
     def _settle(self, key: _Key) -> None:
         """End a collection if all of its ranks have come or gone; once it has ended, late ranks get what is there."""
         collection = self._collections[key]
-        awaited = collection.awaited()
-        absent = awaited & self._absent
+        absent = collection.awaited & self._absent
         if absent and not collection.is_partial:
             text = (
                 f"{self._listed(sorted(absent))} ended before {key[1]!r}, where the others wait.\n"
@@ -239,7 +240,7 @@ class Services:
             )
             self._refuse_all(key, "gone", text)
         # A partial one goes on as long as a rank that hasn't come still may.
-        elif collection.is_over or awaited == absent:
+        elif collection.is_over or collection.awaited == absent:
             self._end(key, collection)
 
     def _end(self, key: _Key, collection: _Collection) -> None:
@@ -249,7 +250,7 @@ class Services:
         collection.waiting.clear()
         is_question = key[0] == "ask"
         # The next gather of this name is another one, once all have come to this one or gone.
-        if not is_question and collection.awaited() <= self._absent:
+        if not is_question and collection.awaited <= self._absent:
             del self._collections[key]
         elif not collection.is_over:
             collection.is_over = True
