@@ -70,7 +70,7 @@ class _Rank:
     def _on_push(self, message: dict[str, Any]) -> None:
         if message["push"] == "question":
             begun = 6 if self.membership.rank == self.membership.world_size - 1 else 7
-            call = {"operation": "all_reduce", "line": "x.py:1"}
+            call = {"collective": "all_reduce", "line": "x.py:1"}
             self.channel.reply(message["question"], {"begun": begun, "call": call})
         elif message["push"] == "failed":
             self.failed_at = time.monotonic()

@@ -103,7 +103,7 @@ INSIDE = {
         ("engines/engines",),
         ("job",),
         ("agreed_engine", "engine_choice", "engine_text", "tensorflow_server"),
-        ("operation", "resources"),
+        ("collective", "resources"),
         ("moves",),
         ("ops",),
     ),
@@ -260,7 +260,7 @@ def test_private_names_of_tensorflow_and_keras_stand_in_compat() -> None:
 def test_collectives_decide_alone_what_a_session_runs() -> None:
     asking = [file for file in FILES if "runs_if_fetched()" in (ROOT / file).read_text()]
     assert sorted(asking) == [
-        f"{SOURCE_FOLDER}collectives/{name}.py" for name in ("graph", "operation")
+        f"{SOURCE_FOLDER}collectives/{name}.py" for name in ("collective", "graph")
     ]
 
 

@@ -176,15 +176,15 @@ def body_two_levels() -> list[str]:
     def all_of(*tensors: tf.Tensor, owners: list[int]) -> Any:
         segments = [tensors[:4], tensors[4:]]
         parts = [owners[:4], owners[4:]]
-        everything = engine.all_reduce(None, segments, "mean", group, None)
-        mine = engine.reduce_to_owners(None, segments, parts, "mean", group, None)
+        everything = engine.all_reduce(segments, "mean", group, None)
+        mine = engine.reduce_to_owners(segments, parts, "mean", group, None)
         whole = [one for segment in everything for one in segment]
         own = iter([one for segment in mine for one in segment])
         values = [
             next(own) if owner == group.rank else tf.TensorSpec(one.shape, one.dtype)
             for one, owner in zip(whole, owners)
         ]
-        return whole, engine.broadcast_from_owners(None, values, owners, group)
+        return whole, engine.broadcast_from_owners(values, owners, group)
 
     for name, owners in _owners(group.size).items():
         call = bodies.in_graph(partial(all_of, owners=owners))

@@ -20,7 +20,7 @@ from npu_device._src.collectives.engines.host import programs
 from npu_device._src.collectives.engines.host.buffers import ALIGNMENT, BufferPool
 from npu_device._src.collectives.engines.host.channel import Stream
 from npu_device._src.collectives.engines.host.memory_ring import Layout, MemoryRing, has_counters
-from npu_device._src.collectives.engines.host.queue import Finish, HostQueue, OnArrays
+from npu_device._src.collectives.engines.host.queue import ArrayTransfer, HostQueue, StartedTransfer
 
 pytestmark = pytest.mark.skipif(not has_counters(), reason="needs Linux on x86-64")
 
@@ -45,22 +45,20 @@ class Members:
             return [future.result(30) for future in futures]
 
 
-def started(engine: HostQueue, program: Callable[[MemoryRing], Any], background: bool) -> Finish:
-    def act(channel: MemoryRing, head: Any) -> Any:
-        return program(channel)
-
+def started(
+    engine: HostQueue, make_rounds: Callable[[MemoryRing], Any], background: bool
+) -> StartedTransfer:
     terms = Terms((1, 2), 3, dict, False, lambda position: ValueError("heads differ"))
     return engine.start(
-        OnArrays([], lambda arrays, buffers: (act, [])), terms, [], computes_meanwhile=background
+        ArrayTransfer([], lambda arrays, buffers: (make_rounds, [])),
+        terms,
+        [],
+        computes_meanwhile=background,
     )
 
 
-def summed(
-    channel: MemoryRing, stream: Stream, result: np.ndarray, reduction: str, head: Any
-) -> Any:
-    return programs.reduce(
-        channel, stream, result, result.dtype, reduction, range(channel.size), head
-    )
+def summed(channel: MemoryRing, stream: Stream, result: np.ndarray, reduction: str) -> Any:
+    return programs.reduce(channel, stream, result, result.dtype, reduction, range(channel.size))
 
 
 def reduced(
@@ -73,7 +71,8 @@ def reduced(
     flats = [array.reshape(-1) for array in arrays]
     stream = Stream([array.shape for array in arrays], np.dtype(wire or arrays[0].dtype), flats)
     flat, results = stream.results(BufferPool(), np.dtype(result or arrays[0].dtype))
-    started(engine, lambda channel: summed(channel, stream, flat, reduction, (1, 2, 3, 4)), False)()
+    transfer = started(engine, lambda channel: summed(channel, stream, flat, reduction), False)
+    engine.finish(transfer)
     return results
 
 
@@ -170,10 +169,8 @@ def test_starting_never_waits_and_long_jobs_proceed_by_themselves() -> None:
             stream = Stream([array.shape], array.dtype, [array])
             flat, results = stream.results(BufferPool(), array.dtype)
             flat[:] = 0
-            program = partial(
-                summed, stream=stream, result=flat, reduction="sum", head=(0, 0, 0, 0)
-            )
-            jobs.append((started(engine, program, background), results[0]))
+            make_rounds = partial(summed, stream=stream, result=flat, reduction="sum")
+            jobs.append((started(engine, make_rounds, background), results[0]))
         began_all = time.monotonic() - began
         came.set()
         deadline = time.monotonic() + 20
@@ -182,8 +179,8 @@ def test_starting_never_waits_and_long_jobs_proceed_by_themselves() -> None:
         assert (jobs[1][1] == 2).all(), (
             "nobody asked for its result, and it should have ended all the same"
         )
-        for finish, result in jobs:
-            finish()
+        for transfer, result in jobs:
+            engine.finish(transfer)
             assert (result == 2).all()
         return began_all, time.monotonic() - began
 

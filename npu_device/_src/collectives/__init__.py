@@ -1,1 +1,1 @@
-"""Collective operations over groups of ranks, one operation per file."""
+"""Collectives over groups of ranks, and the engines that move their data."""

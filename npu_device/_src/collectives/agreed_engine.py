@@ -1,4 +1,4 @@
-"""The engine of one call: it moves the data of an operation, and its first transfer carries what the ranks compare.
+"""The engine of one call: it moves the data of a collective, and its first transfer carries what the ranks compare.
 
 The ranks compare a fingerprint of the call: in shared memory with the first data, between hosts in a message before it,
 with which small data travel. A list of gradients takes one comparison; the one in a message depends on no gradient and
@@ -8,13 +8,12 @@ ends long before backward produces the first one.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Callable, NamedTuple, Optional, Protocol
+from typing import Any, Callable, NamedTuple, Optional
 
 import tensorflow as tf
 
-from npu_device._src.collectives.call import Terms
-from npu_device._src.collectives.dtypes import TensorList, Tensors, Wire, wire_dtype
+from npu_device._src.collectives.call import AGREED, Terms
+from npu_device._src.collectives.dtypes import TensorList, Tensors, TensorsOrSpecs, Wire, wire_dtype
 from npu_device._src.collectives.engines.engines import Engine, TwoLevelEngine
 from npu_device._src.collectives.engines.host.host_engine import HostEngine
 from npu_device._src.collectives.engines.host.sockets import fits
@@ -28,26 +27,30 @@ class _Signature(NamedTuple):
     """What segments have in common that travel in one call of an engine."""
 
     has_gradient: bool
-    is_compressed: bool
+    wire: Wire
     uses_nccl: bool
 
 
 class AgreedEngine:
-    """The engine of one call, as the body of an operation uses it.
+    """The engine of one call, as the body of a collective uses it.
 
     Attributes:
-        terms: what the first transfer has to compare. None once a transfer has taken them: later ones carry what tells
-            the call from others. Also None if the call needs no comparison at all.
+        terms: what the first transfer has to compare, if anything. None once a transfer has taken them: later ones
+            carry what tells the call from others.
     """
 
     def __init__(
-        self, job: Job, group: Group, terms: Terms | None = None, route: Route | None = None
+        self,
+        job: Job,
+        group: Group,
+        terms: Terms = AGREED,
+        in_message: bool | tf.Tensor = False,
     ) -> None:
         self.job = job
         self.group = group
-        self.terms = terms
-        self._later_terms = terms and terms.of_later_transfers()
-        self._route = route or RouteWithData()
+        self.terms: Terms | None = terms
+        self._later_terms = terms.of_later_transfers()
+        self._in_message = in_message
 
     def all_reduce(
         self, segments: Sequence[Tensors], reduction: str, wire: Wire = None
@@ -67,12 +70,7 @@ class AgreedEngine:
         results: list[TensorList] = [[]] * len(segments)
         for signature, positions in self._positions_by_signature(segments, wire).items():
             lists = [segments[position] for position in positions]
-            engine = self._engine(lists[0][0].dtype)
-            sent_dtype = None
-            if signature.is_compressed:
-                sent_dtype = wire
-            terms = self._take_terms()
-            reduced = engine.all_reduce(terms, lists, reduction, self.group, sent_dtype)
+            reduced = self._reduce(lists, reduction, signature.wire)
             for position, tensors in zip(positions, reduced):
                 # Each segment gets its gradient by itself: its results can be used while others are still in progress.
                 if signature.has_gradient:
@@ -80,6 +78,12 @@ class AgreedEngine:
                 else:
                     results[position] = tensors
         return results
+
+    def _reduce(self, lists: list[Tensors], reduction: str, wire: Wire) -> list[TensorList]:
+        return self._move(
+            self._engine(lists[0][0].dtype),
+            lambda engine, terms: engine.all_reduce(lists, reduction, self.group, wire, terms),
+        )
 
     def reduce_to_owners(
         self,
@@ -98,12 +102,9 @@ class AgreedEngine:
             lists = [segments[position] for position in positions]
             owners_there = [owners[position] for position in positions]
             engine = self._engine_of_owners(lists[0][0].dtype)
-            sent_dtype = None
-            if signature.is_compressed:
-                sent_dtype = wire
             terms = self._take_terms()
             reduced = engine.reduce_to_owners(
-                terms, lists, owners_there, reduction, self.group, sent_dtype
+                lists, owners_there, reduction, self.group, signature.wire, terms
             )
             for position, owned in zip(positions, reduced):
                 # The engine returns only what this rank owns, in the order of the tensors.
@@ -113,16 +114,14 @@ class AgreedEngine:
                         results[position][index] = next(remaining)
         return results
 
-    def broadcast_from_owners(
-        self, tensors: Sequence[tf.Tensor | tf.TensorSpec], owners: Sequence[int]
-    ) -> TensorList:
+    def broadcast_from_owners(self, tensors: TensorsOrSpecs, owners: Sequence[int]) -> TensorList:
         """Return all tensors, of any dtypes and known shapes, on every rank, given those that this rank owns and the
         specs of the others.
         """
         # Tensors of all dtypes travel as bytes, by the engine for integers; see ``broadcast``.
         if self.job.engines.has_owners(self.group, tf.int32):
             engine = self._engine_of_owners(tf.int32)
-            return engine.broadcast_from_owners(self._take_terms(), tensors, owners, self.group)
+            return engine.broadcast_from_owners(tensors, owners, self.group, self._take_terms())
         # TensorFlow's engine sends the tensors of one owner after the other.
         received = list(tensors)
         for owner in sorted(set(owners)):
@@ -149,27 +148,35 @@ class AgreedEngine:
         by_signature: dict[_Signature, list[int]] = {}
         for position, segment in enumerate(segments):
             dtype = segment[0].dtype
-            is_compressed = wire_dtype(dtype, wire) == wire
-            uses_nccl = self.job.hosts.uses_nccl(dtype)
-            signature = _Signature(dtype.is_floating, is_compressed, uses_nccl)
+            sent_dtype = None
+            if wire_dtype(dtype, wire) == wire:
+                sent_dtype = wire
+            signature = _Signature(dtype.is_floating, sent_dtype, self.job.hosts.uses_nccl(dtype))
             by_signature.setdefault(signature, []).append(position)
         return by_signature
 
     def reduce(self, tensor: tf.Tensor, reduction: str, root: int) -> tf.Tensor:
         """Reduce a tensor to one rank; the other ranks get any values of the result's shape and dtype."""
-        engine = self._engine(tensor.dtype)
-        [reduced] = engine.reduce(self._take_terms(), [tensor], reduction, root, self.group)
+        [reduced] = self._move(
+            self._engine(tensor.dtype),
+            lambda engine, terms: engine.reduce([tensor], reduction, root, self.group, terms),
+        )
         return reduced
 
     def broadcast(self, tensors: Tensors, root: int) -> TensorList:
         """Return the tensors of the root on every rank, of any dtypes."""
         # Tensors of all dtypes travel as bytes, by the engine for integers, since NCCL takes no bytes.
-        return self._engine(tf.int32).broadcast(self._take_terms(), tensors, root, self.group)
+        return self._move(
+            self._engine(tf.int32),
+            lambda engine, terms: engine.broadcast(tensors, root, self.group, terms),
+        )
 
     def gather(self, row: tf.Tensor) -> tf.Tensor:
         """Return all ranks' rows on every rank: [1, n] in, [group.size, n] out; n is the same on all ranks."""
-        engine = self._engine_of_rows(row.dtype)
-        gathered = engine.all_gather(self._take_terms(), row[0], self.group)
+        gathered = self._move(
+            self._engine_of_rows(row.dtype),
+            lambda engine, terms: engine.all_gather(row[0], self.group, terms),
+        )
         gradient_engine = self._for_gradients()
 
         def backward(upstream: tf.Tensor) -> tf.Tensor:
@@ -182,39 +189,56 @@ class AgreedEngine:
         """Send row i to rank i, and return the row from rank i as row i: [group.size, n] in and out; n is the same on
         all ranks.
         """
-        received = self._engine_of_rows(rows.dtype).all_to_all(self._take_terms(), rows, self.group)
+        received = self._move(
+            self._engine_of_rows(rows.dtype),
+            lambda engine, terms: engine.all_to_all(rows, self.group, terms),
+        )
         return differentiable_move(received, self._for_gradients().exchange, rows)
 
     def send(self, tensor: tf.Tensor) -> tf.Tensor:
         """Send to the other rank of a pair; return a tensor that is ready once the other rank has received."""
-        return self.job.engines.pairs.send(self._take_terms(), tensor, self.group)
+        return self.job.engines.pairs.send(tensor, self.group, self._take_terms())
 
-    def receive(self, like: tf.TensorSpec) -> tf.Tensor:
+    def receive(self, spec: tf.TensorSpec) -> tf.Tensor:
         """Return the tensor that the other rank of a pair sends."""
-        return self.job.engines.pairs.receive(self._take_terms(), like, self.group)
+        return self.job.engines.pairs.receive(spec, self.group, self._take_terms())
 
     def row_length(self, dtype: tf.DType, longest: tf.Tensor) -> tf.Tensor:
         """Return to how many elements rows of different lengths are padded, given the longest; the same on every rank.
 
         TensorFlow's engine remembers each length forever, so it gets few.
         """
-        engine = self.job.engines.engine_for_rows(self.group, dtype)
-        if engine is self.job.engines.tensorflow:
+        if self._engine_of_rows(dtype) is self.job.engines.tensorflow:
             return rounded(longest)
         # Other engines keep nothing by length, and would only send more padding.
         return longest
 
     def compare(self) -> Sequence[tf.Tensor]:
         """Compare the terms by themselves; return tensors that are ready once all ranks agree."""
-        return _comparing(self.job, self.group).exchange_terms(self._take_terms(), self.group)
+        return _comparing(self.job, self.group).exchange_terms(self.group, self._take_terms())
 
     def _engine(self, dtype: tf.DType) -> Engine:
-        return self._route.engine(
-            self.group, self.job.engines.engine_for_reduction(self.group, dtype)
-        )
+        return self.job.engines.engine_for_reduction(self.group, dtype)
 
     def _engine_of_rows(self, dtype: tf.DType) -> Engine:
-        return self._route.engine(self.group, self.job.engines.engine_for_rows(self.group, dtype))
+        return self.job.engines.engine_for_rows(self.group, dtype)
+
+    def _move(self, engine: Engine, move: Callable[[Engine, Terms], Any]) -> Any:
+        """Return ``move(engine, terms)``, with the engine of messages instead if the data travel in the message that
+        compares the call.
+        """
+        terms = self._take_terms()
+        messages = self.job.engines.messages
+        if self._in_message is False:
+            return move(engine, terms)
+        if self._in_message is True:
+            return move(messages, terms)
+
+        def after_message() -> Any:
+            with tf.control_dependencies(messages.exchange_terms(self.group, terms)):
+                return move(engine, AGREED)
+
+        return tf.cond(self._in_message, lambda: move(messages, terms), after_message)
 
     def _for_gradients(self) -> AgreedEngine:
         """Return the engine for gradients of the call, on which the ranks agree with the call itself. It doesn't hold
@@ -222,7 +246,7 @@ class AgreedEngine:
         """
         return AgreedEngine(self.job, self.group)
 
-    def _take_terms(self) -> Terms | None:
+    def _take_terms(self) -> Terms:
         # Later transfers carry which call they belong to, and no shapes of the graph.
         terms = self.terms or self._later_terms
         self.terms = None
@@ -232,114 +256,37 @@ class AgreedEngine:
 # The routes
 
 
-class Route(Protocol):
-    """How the ranks compare a call, and on which way its data travel; the same on every rank."""
+class Route(NamedTuple):
+    """How the ranks compare a call, and on which way its data travel; the same on every rank.
 
-    def engine(self, group: Group, group_engine: Engine) -> Engine:
-        """Return the engine that moves the data, given the group's own."""
+    Attributes:
+        compares_first: a message compares the call before its data move. Otherwise the first data do, or the ranks have
+            agreed before.
+        in_message: the data are small, and travel in the message that compares the call; a tensor if only the running
+            graph knows their size.
+    """
 
-
-class RouteWithData:
-    """The engine of the group compares the call with its first data, or the ranks have agreed before."""
-
-    def engine(self, group: Group, group_engine: Engine) -> Engine:
-        return group_engine
-
-
-@dataclass(frozen=True, eq=False)
-class RouteInMessage:
-    """The data are small, and travel in the message that compares the call."""
-
-    _messages: Engine
-
-    def engine(self, group: Group, group_engine: Engine) -> Engine:
-        return self._messages
-
-
-@dataclass(frozen=True, eq=False)
-class RouteBySize:
-    """Only the running graph knows whether the data are small, and travel in the message."""
-
-    _messages: HostEngine
-    _is_small: tf.Tensor
-
-    def engine(self, group: Group, group_engine: Engine) -> Engine:
-        return _EngineBySize(self._messages, self._is_small, group, group_engine)
-
-
-@dataclass(frozen=True, eq=False)
-class _EngineBySize:
-    """The engine of messages or the group's own, as the running graph decides; see ``engines.Engine``."""
-
-    _messages: HostEngine
-    _is_small: tf.Tensor
-    _group: Group
-    _group_engine: Engine
-
-    def all_reduce(
-        self,
-        terms: Terms | None,
-        segments: Sequence[Tensors],
-        reduction: str,
-        group: Group,
-        wire: Wire,
-    ) -> list[TensorList]:
-        return self._decide(
-            terms, lambda engine, terms: engine.all_reduce(terms, segments, reduction, group, wire)
-        )
-
-    def reduce(
-        self, terms: Terms | None, tensors: Tensors, reduction: str, root: int, group: Group
-    ) -> TensorList:
-        return self._decide(
-            terms, lambda engine, terms: engine.reduce(terms, tensors, reduction, root, group)
-        )
-
-    def broadcast(
-        self, terms: Terms | None, tensors: Tensors, root: int, group: Group
-    ) -> TensorList:
-        return self._decide(
-            terms, lambda engine, terms: engine.broadcast(terms, tensors, root, group)
-        )
-
-    def all_gather(self, terms: Terms | None, row: tf.Tensor, group: Group) -> tf.Tensor:
-        return self._decide(terms, lambda engine, terms: engine.all_gather(terms, row, group))
-
-    def all_to_all(self, terms: Terms | None, rows: tf.Tensor, group: Group) -> tf.Tensor:
-        return self._decide(terms, lambda engine, terms: engine.all_to_all(terms, rows, group))
-
-    def _decide(self, terms: Terms | None, transfer: Callable[[Engine, Terms | None], Any]) -> Any:
-        def after_message() -> Any:
-            with tf.control_dependencies(self._messages.exchange_terms(terms, self._group)):
-                return transfer(self._group_engine, None)
-
-        return tf.cond(self._is_small, lambda: transfer(self._messages, terms), after_message)
+    compares_first: bool = False
+    in_message: bool | tf.Tensor = False
 
 
 def route_of(
     job: Job, group: Group, tensors: Sequence[Any], ragged: bool, has_owners: bool = False
-) -> Route | None:
-    """Return the route of a call, the same on every rank; None if a message has to compare it before its data move.
-    ``has_owners``: each rank sends data of another size, which a message can't take.
-    """
+) -> Route:
+    """Return the route of a call. ``has_owners``: each rank sends data of another size, which a message can't take."""
     # None has no dtype: it stands for a gradient that a rank doesn't have.
     dtypes = [tensor.dtype for tensor in tensors if tensor is not None]
     uses_nccl = any(map(job.hosts.uses_nccl, dtypes))
     is_one_host = job.hosts.number_of(group.ranks) == 1
     # A send and its receive compare on their own connection.
     if group.tag is not None or (is_one_host and not uses_nccl):
-        return RouteWithData()
+        return Route()
     is_dense = all(isinstance(tensor, (tf.Tensor, tf.TensorSpec)) for tensor in tensors)
     if uses_nccl or ragged or has_owners or not is_dense:
-        return None
+        return Route(compares_first=True)
     # Small data between hosts travels in the message that compares, and needs no second one.
     is_small = fits(job, group.size, tensors)
-    if is_small is False:
-        return None
-    messages = job.engines.messages
-    if is_small is True:
-        return RouteInMessage(messages)
-    return RouteBySize(messages, is_small)
+    return Route(compares_first=is_small is False, in_message=is_small)
 
 
 def _comparing(job: Job, group: Group) -> HostEngine:
@@ -364,11 +311,11 @@ def _zeros(spec: tf.TensorSpec) -> tf.Tensor:
 # Gradients
 
 
-def require_differentiable(operation: str, reduction: str) -> None:
+def require_differentiable(collective: str, reduction: str) -> None:
     """Raise LookupError if a reduction has no gradient."""
     if reduction not in ("sum", "mean"):
         raise LookupError(
-            f"{operation} has no gradient for reduction {reduction!r}; it is differentiable for 'sum' and 'mean'"
+            f"{collective} has no gradient for reduction {reduction!r}; it is differentiable for 'sum' and 'mean'"
         )
 
 

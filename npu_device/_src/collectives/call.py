@@ -1,7 +1,7 @@
 """A rank's next call of a collective: what the ranks compare of it, the thread and line that made it, and the error for
 calls that differ.
 
-Every rank sends a fingerprint of its call (operation, dtypes, shapes, reduction, root, thread): in shared memory with
+Every rank sends a fingerprint of its call (collective, dtypes, shapes, reduction, root, thread): in shared memory with
 the first data, between hosts in a message before the data. The fingerprint has the same form for every call, so that
 the messages fit even if the calls don't.
 """
@@ -48,11 +48,11 @@ class Call:
         thread: the one that made or traced the call: calls from two threads come in a different order on each rank.
     """
 
-    operation: str
+    collective: str
     kinds: tuple[str, ...]  # dtype of each value and whether it is sparse, or ``None``
     shapes: tuple[Optional[tf.TensorShape], ...]
     names: tuple[str, ...]  # names of the values, for the message only; they may differ among ranks
-    # Whatever else must be the same on all ranks: reduction, root, tag, …
+    # What else must be the same on all ranks: reduction, root, tag, …
     details: tuple[tuple[str, str], ...]
     line: str  # line of the script, for the message only
     thread: str
@@ -60,13 +60,13 @@ class Call:
     @property
     def fingerprint(self) -> tuple[int, int]:
         """Return two 32-bit numbers that are the same for calls that match."""
-        return _fingerprint(self.operation, self.kinds, self.details, self.thread)
+        return _fingerprint(self.collective, self.kinds, self.details, self.thread)
 
     def row(self) -> Row:
         """Return the call in the form of a message."""
         tensors = [f"{dtype} {_text(shape)}" for dtype, shape in zip(self.kinds, self.shapes)]
         return {
-            "operation": self.operation,
+            "collective": self.collective,
             "tensors": list(map(str.rstrip, tensors)),
             "names": list(self.names),
             "details": dict(self.details),
@@ -79,11 +79,13 @@ class Call:
 def _fingerprint(*parts: Any) -> tuple[int, int]:
     # blake2b, unlike ``hash``, gives the same number in every process.
     digest = hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).digest()
-    head, tail = np.frombuffer(digest, dtype="<i4").tolist()
-    return head, tail
+    first, second = np.frombuffer(digest, dtype="<i4").tolist()
+    return first, second
 
 
-def describe(operation: str, tensors: Sequence[Any], ragged: bool, details: dict[str, Any]) -> Call:
+def describe(
+    collective: str, tensors: Sequence[Any], ragged: bool, details: dict[str, Any]
+) -> Call:
     """Return the description of a call. Of ``ragged`` values, the first dimension may differ among the ranks."""
     kinds = []
     shapes = []
@@ -100,7 +102,7 @@ def describe(operation: str, tensors: Sequence[Any], ragged: bool, details: dict
     texts = tuple(zip(details, map(str, details.values())))
     line = user_line()
     thread = calling_thread()
-    return Call(operation, tuple(kinds), tuple(shapes), tuple(names), texts, line, thread)
+    return Call(collective, tuple(kinds), tuple(shapes), tuple(names), texts, line, thread)
 
 
 def _kind_and_shape(tensor: Any, ragged: bool) -> tuple[str, tf.TensorShape | None]:
@@ -178,18 +180,27 @@ def user_line() -> str:
 class Terms(NamedTuple):
     """What the ranks compare of a call before they read each other's data."""
 
-    head: tuple[int, int]  # two 32-bit numbers that are the same on all ranks
+    fingerprint: tuple[int, int]  # see ``Call.fingerprint``
     # 32 bits, the same if the tensors' shapes are; a tensor if only the graph knows it.
     shapes: int | tf.Tensor
-    row: Callable[[], Row]  # the call as the stall watch shows it
+    row: Optional[Callable[[], Row]]  # the call as the stall watch shows it; None for ``AGREED``
     overlaps: bool  # another thread of this rank is in a call of the group: every rank refuses
-    # The error for heads that differ, given the position of the call in the group.
+    # The error for calls that differ, given the position of the call in the group.
     refuse: Callable[[int], Exception]
     agreed: bool = False  # the ranks have compared the call, and this is a later transfer of it
 
     def of_later_transfers(self) -> Terms:
         """Return what they have: which call they belong to. Nothing of it refers to the graph."""
         return self._replace(shapes=0, agreed=True)
+
+
+def _refuse(position: int) -> Exception:
+    del position
+    return RuntimeError("the ranks of a group called different collectives")
+
+
+AGREED = Terms((0, 0), 0, None, False, _refuse, agreed=True)
+"""Terms without a call: the ranks have agreed on it before, and nothing tells it from others."""
 
 
 # Calls that differ
@@ -240,7 +251,7 @@ def mismatch(
 
 def _differences(rows: Sequence[Row]) -> list[str]:
     differences = []
-    if len({row["operation"] for row in rows}) > 1:
+    if len({row["collective"] for row in rows}) > 1:
         differences.append("operation")
     if _threads_differ(rows):
         differences.append("calling thread")
@@ -272,11 +283,11 @@ def _threads_differ(rows: Sequence[Row]) -> bool:
 
 def _row_text(row: Row, positions: Sequence[int], thread: bool) -> str:
     details = [f"{key}={detail}" for key, detail in row["details"].items()]
-    operation = " ".join([row["operation"], *details])
+    collective = " ".join([row["collective"], *details])
     names = row["names"]
     texts = row["tensors"]
     tensors = "; ".join(f"tensor {i} {names[i]}: {texts[i]}" for i in positions if i < len(texts))
-    called = f"{operation} of {counted(len(texts), 'tensor')} [{tensors}], called at {row['line']}"
+    called = f"{collective} of {counted(len(texts), 'tensor')} [{tensors}], called at {row['line']}"
     if not thread:
         return called
     called += f" in thread {row['thread']!r}"

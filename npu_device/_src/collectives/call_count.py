@@ -16,7 +16,7 @@ Position = dict[str, Any]
 """How many calls of a group a rank has begun, whether it waits in one, and the row of that call."""
 
 _LARGEST = 0x7FFFFFFF
-_TRANSFER = {"operation": "a transfer of data", "line": "TensorFlow's backend"}
+_TRANSFER = {"collective": "a transfer of data", "line": "TensorFlow's backend"}
 
 
 class CallCount:
@@ -27,10 +27,10 @@ class CallCount:
         self._ended = 0
         self._row: Callable[[], Row | None] = lambda: None
 
-    def begin(self, terms: Terms | None) -> int:
-        """Note a collective, without terms as part of the last call; return its position in the group."""
+    def begin(self, terms: Terms) -> int:
+        """Note a transfer, with ``AGREED`` as part of the last call; return its position in the group."""
         self.started += 1
-        if terms is not None:
+        if terms.row is not None:
             self._row = terms.row
         return self.started - 1
 
@@ -109,6 +109,6 @@ class CallCounts:
         return self._counts.get(group)
 
     def forget(self, name: str) -> None:
-        """Drop the counts of a group, and of the groups made for its operations."""
+        """Drop the counts of a group, and of the groups made for its calls."""
         for group in [group for group in self._counts if name in (group.name, group.parent)]:
             del self._counts[group]

@@ -13,6 +13,8 @@ import tensorflow as tf
 
 Tensors = Sequence[tf.Tensor]
 TensorList = list[tf.Tensor]  # made for the caller, who may change it
+TensorsOrSpecs = Sequence[Union[tf.Tensor, tf.TensorSpec]]
+ArrayList = list[np.ndarray]
 Count = Union[int, tf.Tensor]  # a number that is known while tracing, or an int32 scalar
 Wire = Optional[tf.DType]
 """The dtype in which float32 and float64 tensors are sent; None for their own."""

@@ -1,6 +1,6 @@
 """What collectives add to a graph: calls of Python, in order, after the data of the step, and with gradients.
 
-An operation asks here which kind of graph is being built, and what follows from that. A ``tf.function`` runs its
+A collective asks here which kind of graph is being built, and what follows from that. A ``tf.function`` runs its
 operations whenever it is called; a session of TensorFlow 1 runs what it fetches (``sessions``).
 """
 

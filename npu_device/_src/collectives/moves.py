@@ -1,4 +1,4 @@
-"""The collective operations that only move data: all_gather, all_gather_v, all_to_all_v, all_to_all_vc, send, receive.
+"""The collectives that only move data: all_gather, all_gather_v, all_to_all_v, all_to_all_vc, send, receive.
 
 They are made like those of ``ops``. All but send and receive consist of two moves of the engine, ``gather`` and
 ``exchange``, for any dtype and any number of elements. Both are differentiable; everything around them is TensorFlow's
@@ -14,10 +14,10 @@ import numpy as np
 import tensorflow as tf
 
 from npu_device._src.collectives.agreed_engine import AgreedEngine
+from npu_device._src.collectives.collective import Collective
 from npu_device._src.collectives.dtypes import Count, require_bits
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
-from npu_device._src.collectives.operation import Operation
 
 _TAGS = 1 << 61
 
@@ -38,7 +38,7 @@ def all_gather(job: Job, tensor: tf.Tensor, group: Group) -> tf.Tensor:
     def results() -> tf.TensorSpec:
         return spec_with_first_dimension(tensor, lambda rows: rows * group.size)
 
-    return Operation("all_gather", group, [tensor], body, results=results).run(job)
+    return Collective("all_gather", group, [tensor], body, results=results).run(job)
 
 
 def all_gather_v(job: Job, tensor: tf.Tensor, group: Group, purpose: str = "") -> tf.Tensor:
@@ -59,7 +59,7 @@ def all_gather_v(job: Job, tensor: tf.Tensor, group: Group, purpose: str = "") -
     details = {}
     if purpose:
         details = {"purpose": purpose}
-    return Operation(
+    return Collective(
         "all_gather_v", group, [tensor], body, results=results, details=details, ragged=True
     ).run(job)
 
@@ -106,7 +106,7 @@ def all_to_all_v(
 
     inputs = [vector, send_counts, send_at, recv_counts, recv_at]
     results = partial(tf.TensorSpec, [None], vector.dtype)
-    return Operation("all_to_all_v", group, [vector], body, inputs, results, ragged=True).run(job)
+    return Collective("all_to_all_v", group, [vector], body, inputs, results, ragged=True).run(job)
 
 
 def _require_equal(sent: tf.Tensor, expected: tf.Tensor) -> list[Any]:
@@ -158,10 +158,10 @@ def all_to_all_vc(job: Job, vector: tf.Tensor, send_count_matrix: Any, group: Gr
         counts = static_counts.tolist()
     details = {"send_count_matrix": counts}
     inputs = [vector, matrix]
-    operation = Operation(
+    collective = Collective(
         "all_to_all_vc", group, [vector], body, inputs, results, details, ragged=True
     )
-    return operation.run(job)
+    return collective.run(job)
 
 
 def send(job: Job, tensor: tf.Tensor, tag: int, destination: int, group: Group) -> Any:
@@ -180,28 +180,28 @@ def send(job: Job, tensor: tf.Tensor, tag: int, destination: int, group: Group) 
             return None
         return sent.op
 
-    return Operation("send and receive", pair, [tensor], body, details={"tag": tag}).run(job)
+    return Collective("send and receive", pair, [tensor], body, details={"tag": tag}).run(job)
 
 
 def receive(
     job: Job, shape: Any, dtype: tf.DType, tag: int, source: int, group: Group
 ) -> tf.Tensor:
     """Receive the tensor that one other rank sends with the same tag; see ``hccl_ops.receive``."""
-    like = tf.TensorSpec(shape, dtype)
-    require_bits(like.dtype)
-    if not like.shape.is_fully_defined():
+    spec = tf.TensorSpec(shape, dtype)
+    require_bits(spec.dtype)
+    if not spec.shape.is_fully_defined():
         raise ValueError(
-            f"receive needs to know every dimension of the tensor; found shape {like.shape}"
+            f"receive needs to know every dimension of the tensor; found shape {spec.shape}"
         )
     pair = _pair_of(group, source, group.rank, tag)
 
     def body(engine: AgreedEngine) -> tf.Tensor:
-        return engine.receive(like)
+        return engine.receive(spec)
 
-    operation = Operation(
-        "send and receive", pair, [like], body, (), lambda: like, details={"tag": tag}
+    collective = Collective(
+        "send and receive", pair, [spec], body, (), lambda: spec, details={"tag": tag}
     )
-    return operation.run(job)
+    return collective.run(job)
 
 
 def _pair_of(group: Group, source: int, destination: int, tag: int) -> Group:
@@ -256,10 +256,11 @@ def require_member(argument: str, rank: int, group: Group) -> None:
         )
 
 
-def require_first_dimension(operation: str, tensor: tf.Tensor) -> None:
+def require_first_dimension(collective: str, tensor: tf.Tensor) -> None:
     if tensor.shape.rank == 0:
         raise ValueError(
-            f"{operation} works along the first dimension and was given a scalar; give it shape [1]: tensor[tf.newaxis]"
+            f"{collective} works along the first dimension and was given a scalar; give it shape [1]: "
+            "tensor[tf.newaxis]"
         )
 
 
@@ -274,25 +275,25 @@ def spec_with_first_dimension(tensor: tf.Tensor, rows: Callable[[int], Any]) -> 
 
 
 def with_first_dimension(
-    flat: tf.Tensor, like: tf.Tensor, rows: Callable[[Count], Count]
+    flat: tf.Tensor, original: tf.Tensor, rows: Callable[[Count], Count]
 ) -> tf.Tensor:
-    """Return the elements in the shape of ``like`` with another first dimension, ``rows(like's)``."""
-    if like.shape.is_fully_defined():
-        return tf.reshape(flat, [rows(like.shape[0]), *like.shape[1:]])
-    dynamic = tf.shape(like)
+    """Return the elements in the shape of the original, but for its first dimension, ``rows(the original one)``."""
+    if original.shape.is_fully_defined():
+        return tf.reshape(flat, [rows(original.shape[0]), *original.shape[1:]])
+    dynamic = tf.shape(original)
     shape = tf.concat([[rows(dynamic[0])], dynamic[1:]], axis=0)
     reshaped = tf.reshape(flat, shape)
-    reshaped.set_shape(spec_with_first_dimension(like, rows).shape)
+    reshaped.set_shape(spec_with_first_dimension(original, rows).shape)
     return reshaped
 
 
 # Blocks of different lengths in a one-dimensional buffer, which are located, cut out and put together
 
 
-def _require_vector(operation: str, vector: tf.Tensor) -> None:
+def _require_vector(collective: str, vector: tf.Tensor) -> None:
     if vector.shape.rank not in (None, 1):
         raise ValueError(
-            f"{operation} exchanges blocks of a one-dimensional buffer; found shape {vector.shape}. What to do: "
+            f"{collective} exchanges blocks of a one-dimensional buffer; found shape {vector.shape}. What to do: "
             "tf.reshape(data, [-1]), and counts and displacements in elements."
         )
 

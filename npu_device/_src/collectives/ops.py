@@ -1,8 +1,8 @@
-"""The collective operations that combine or spread tensors: all_reduce, reduce, reduce_scatter, broadcast, barrier.
+"""The collectives that combine or spread tensors: all_reduce, reduce, reduce_scatter, broadcast, barrier.
 
-Each function checks a call, makes its ``Operation`` (what the ranks compare, the results' specs, and the body) and runs
-it; every rank of the group calls it. A body moves all its data through the engine of the call, so that the ranks agree
-once.
+Each function checks a call, makes its ``Collective`` (what the ranks compare, the results' specs, and the body) and
+runs it; every rank of the group calls it. A body moves all its data through the engine of the call, so that the ranks
+agree once.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from npu_device._src.collectives.agreed_engine import (
     differentiable_move,
     require_differentiable,
 )
+from npu_device._src.collectives.collective import Collective
 from npu_device._src.collectives.dtypes import (
     REDUCED,
     TensorList,
+    TensorsOrSpecs,
     fold,
     reduced_dtype,
     require_bits,
@@ -30,7 +32,6 @@ from npu_device._src.collectives.graph import differentiable
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
 from npu_device._src.collectives.moves import require_member
-from npu_device._src.collectives.operation import Operation
 
 REDUCTIONS = ("sum", "mean", "min", "max", "prod")
 
@@ -53,7 +54,7 @@ def all_reduce(job: Job, tensor: tf.Tensor, reduction: str, group: Group) -> tf.
 
     results = _reduced_spec(tensor, reduction)
     details = {"reduction": reduction}
-    return Operation(
+    return Collective(
         "all_reduce", group, [tensor], body, None, results, details, gradient=gradient
     ).run(job)
 
@@ -89,7 +90,7 @@ def reduce(job: Job, tensor: tf.Tensor, reduction: str, root_rank: int, group: G
 
     results = _reduced_spec(tensor, reduction)
     details = {"reduction": reduction, "root_rank": root_rank}
-    return Operation("reduce", group, [tensor], body, results=results, details=details).run(job)
+    return Collective("reduce", group, [tensor], body, results=results, details=details).run(job)
 
 
 def reduce_scatter(job: Job, tensor: tf.Tensor, reduction: str, group: Group) -> tf.Tensor:
@@ -129,9 +130,9 @@ def reduce_scatter(job: Job, tensor: tf.Tensor, reduction: str, group: Group) ->
     block = moves.spec_with_first_dimension(tensor, lambda rows: rows // group.size)
     results = _reduced_spec(block, reduction)
     details = {"reduction": reduction}
-    return Operation("reduce_scatter", group, [tensor], body, results=results, details=details).run(
-        job
-    )
+    return Collective(
+        "reduce_scatter", group, [tensor], body, results=results, details=details
+    ).run(job)
 
 
 def _reduced_spec(tensor: tf.Tensor | tf.TensorSpec, reduction: str) -> Callable[[], tf.TensorSpec]:
@@ -140,7 +141,7 @@ def _reduced_spec(tensor: tf.Tensor | tf.TensorSpec, reduction: str) -> Callable
 
 def broadcast_from_owners(
     job: Job,
-    tensors: Sequence[tf.Tensor | tf.TensorSpec],
+    tensors: TensorsOrSpecs,
     owners: Sequence[int],
     group: Group,
 ) -> TensorList:
@@ -165,11 +166,12 @@ def broadcast_from_owners(
                 sent[position] = next(remaining)
         return engine.broadcast_from_owners(sent, owners)
 
-    agreed = {"owners": digest_of(owners)}
+    details = {"owners": digest_of(owners)}
     name = "broadcast_from_owners"
-    operation = Operation(name, group, specs, body, owned, lambda: specs, agreed, has_owners=True)
-    received: TensorList = operation.run(job)
-    return received
+    collective = Collective(
+        name, group, specs, body, owned, lambda: specs, details, has_owners=True
+    )
+    return collective.run(job)
 
 
 def digest_of(numbers: Sequence[int]) -> str:
@@ -209,8 +211,8 @@ def broadcast(job: Job, tensors: Sequence[tf.Tensor], root_rank: int, group: Gro
         return [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
 
     details = {"root_rank": root_rank}
-    operation = Operation("broadcast", group, tensors, body, results=results, details=details)
-    return operation.run(job)
+    collective = Collective("broadcast", group, tensors, body, results=results, details=details)
+    return collective.run(job)
 
 
 def barrier(job: Job, group: Group) -> tf.Tensor:
@@ -224,10 +226,10 @@ def barrier(job: Job, group: Group) -> tf.Tensor:
         return engine.all_reduce([[tf.constant(1)]], "sum")[0][0]
 
     spec = tf.TensorSpec([], tf.int32)
-    return Operation("barrier", group, [], body, results=lambda: spec).run(job)
+    return Collective("barrier", group, [], body, results=lambda: spec).run(job)
 
 
-def require_reduction(operation: str, dtype: tf.DType, reduction: str) -> None:
+def require_reduction(collective: str, dtype: tf.DType, reduction: str) -> None:
     """Raise ValueError for an unknown reduction, and TypeError for a dtype that can't be reduced."""
     if reduction not in REDUCTIONS:
         raise ValueError(
@@ -235,6 +237,6 @@ def require_reduction(operation: str, dtype: tf.DType, reduction: str) -> None:
         )
     if dtype not in REDUCED:
         raise TypeError(
-            f"{operation} can't reduce dtype {dtype.name}; expected one of "
+            f"{collective} can't reduce dtype {dtype.name}; expected one of "
             f"{', '.join(dtype.name for dtype in REDUCED)}. Cast the tensor first."
         )

@@ -1,4 +1,4 @@
-"""Collectives in a graph that a session of TensorFlow 1 runs. Only ``operation`` adds them, through the job.
+"""Collectives in a graph that a session of TensorFlow 1 runs. Only ``collective`` adds them, through the job.
 
 A session is local: operations in its graph can't see the other ranks. A collective is therefore an operation that calls
 Python, which runs the collective eagerly. Errors that need the data, and those of the other ranks, are errors of
@@ -27,6 +27,7 @@ from npu_device._src.cluster.health import Health
 from npu_device._src.cluster.time_limits import QUEUE_CHECK_SECONDS
 from npu_device._src.collectives.call import Call, MismatchError, Row
 from npu_device._src.collectives.calling_threads import calling_thread
+from npu_device._src.collectives.dtypes import Tensors
 from npu_device._src.collectives.group import Group
 
 _SENT_AT_ONCE = 64
@@ -38,12 +39,12 @@ class InSession(NamedTuple):
 
     group: Group
     call: Call
-    inputs: Sequence[tf.Tensor]  # inputs of the collective, as a flat list
+    inputs: Tensors  # inputs of the collective, as a flat list
     specs: Sequence[tf.TensorSpec]  # specs of the results, at least one
     # Runs the collective eagerly, given the values of the inputs.
-    run: Callable[..., Sequence[tf.Tensor]]
+    run: Callable[..., Tensors]
     # Returns the gradients of the inputs for those of the results.
-    gradient: Callable[..., Sequence[tf.Tensor]]
+    gradient: Callable[..., Tensors]
     from_first: FromFirst
 
 
@@ -94,7 +95,7 @@ class SessionCollectives:
         return tf.nest.flatten(differentiable(*collective.inputs))
 
     def forget(self, name: str) -> None:
-        """End the queue of a group that is destroyed, and those of groups made for its operations."""
+        """End the queue of a group that is destroyed, and those of groups made for its calls."""
         with self._lock:
             groups = [
                 group for group in self._queues_of_groups if name in (group.name, group.parent)
@@ -113,7 +114,7 @@ class _Queued(NamedTuple):
 
     call: Call
     values: Sequence[np.ndarray]
-    function: Callable[..., Sequence[tf.Tensor]]
+    function: Callable[..., Tensors]
     result: Future[list[np.ndarray]]
 
     def run(self) -> None:
@@ -151,7 +152,7 @@ class SessionQueue:
         number: int,
         call: Call,
         values: Sequence[np.ndarray],
-        function: Callable[..., Sequence[tf.Tensor]],
+        function: Callable[..., Tensors],
     ) -> list[np.ndarray]:
         """Run a collective when its turn comes, in another thread, and return its results."""
         queued = _Queued(call, values, function, Future())
@@ -249,9 +250,9 @@ def _shortened(text: str) -> str:
     return "\n…\n".join(end.decode(errors="ignore") for end in ends)
 
 
-@tf.autograph.experimental.do_not_convert
+@compat.do_not_convert
 def call_python(
-    function: Callable[..., Any], tensors: Sequence[tf.Tensor], specs: Sequence[tf.TensorSpec]
+    function: Callable[..., Any], tensors: Tensors, specs: Sequence[tf.TensorSpec]
 ) -> list[tf.Tensor]:
     """Add an operation to the graph that calls a Python function outside of the session's threads, with the values as
     numpy arrays. It returns an array for each spec, at least one. What it raises is an error of ``session.run``.
@@ -308,7 +309,7 @@ def call_python(
 
 
 def in_first_run(
-    name: str, function: Callable[..., None], inputs: Callable[[], Sequence[tf.Tensor]]
+    name: str, function: Callable[..., None], inputs: Callable[[], Tensors]
 ) -> tf.Tensor:
     """Return a tensor that is there when a function has been called with inputs as arrays, once in each session."""
     # The variable is found by its name, so that each session has a flag of its own.

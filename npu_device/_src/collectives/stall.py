@@ -132,7 +132,7 @@ class StallWatch:
                 call = position["call"]
                 short = None
                 if call is not None:
-                    short = {"operation": call["operation"], "line": call["line"]}
+                    short = {"collective": call["collective"], "line": call["line"]}
                 return {**position, "call": short}
         answer: Position = {"begun": 0, "call": None}
         namesake = self._groups.get(question["group"])
@@ -167,7 +167,7 @@ def _position_text(position: Position | None, wanted: int) -> str:
     call = position["call"]
     last_call = "no call so far"
     if call is not None:
-        last_call = f"{call['operation']} called at {call['line']}"
+        last_call = f"{call['collective']} called at {call['line']}"
     if "held" in position:
         return f"waits in session.run for another collective ({last_call})"
     if position["begun"] >= wanted:

@@ -30,6 +30,8 @@ from tensorflow.python.lib.io import _pywrap_file_io
 from tensorflow.python.ops import summary_ops_v2 as _summary_ops_v2
 from tensorflow.python.training import session_run_hook  # noqa: F401
 
+do_not_convert = tf.autograph.experimental.do_not_convert
+
 
 def file_functions() -> dict[str, Any]:
     """Return the modules below ``tf.io.gfile`` and the summaries, of which Keras and hooks use other public forms."""

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple, Optional, Union
 import tensorflow as tf
 
 from npu_device._src.collectives.agreed_engine import AgreedEngine, require_differentiable
+from npu_device._src.collectives.collective import Collective
 from npu_device._src.collectives.dtypes import reduced_dtype
 from npu_device._src.collectives.engine_text import say_that_float16_may_be_slow
 from npu_device._src.collectives.graph import one_or_parts, origin
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
-from npu_device._src.collectives.operation import Operation
 from npu_device._src.collectives.ops import REDUCTIONS, digest_of, require_reduction
 from npu_device._src.gradients.segments import FirstOrders, cut
 from npu_device._src.gradients.sparse_rows import TableRows, add_up_slices
@@ -32,6 +32,8 @@ from npu_device._src.trace.trace import Tracer, traced_reduction
 Owners = Optional[Sequence[int]]
 """The rank of the group that owns each tensor of a list, if each has an owner."""
 Gradient = Optional[Union[tf.Tensor, tf.IndexedSlices]]
+Segments = Sequence[Sequence[int]]
+"""Positions of tensors that travel together."""
 _LARGEST_FUSION_ID = 0x7FFFFFFF
 WIRE_DTYPES = {"fp16": tf.float16, "bf16": tf.bfloat16}
 _wire_dtypes_in_use = dict(WIRE_DTYPES)
@@ -46,7 +48,7 @@ class ReductionOptions:
     reduction: str
     # 0 sends each tensor alone, 1 cuts by the split strategy, 2 makes one segment per dtype.
     fusion: int = 1
-    fusion_id: int = -1  # with ``fusion=2``, any number from 0 as well
+    fusion_id: int = -1  # -1; with ``fusion=2`` also any number from 0
     # The 16 bits that are sent of float32 and float64, which are added up in their own dtype.
     compression: str | None = None
     # Add up the rows of ``tf.IndexedSlices`` that have the same index, where their user does so anyway.
@@ -90,10 +92,10 @@ def check_fusion(fusion: int, fusion_id: int) -> None:
         )
 
 
-def check_fusion_0_or_2(operation: str, fusion: int, fusion_id: int) -> None:
+def check_fusion_0_or_2(collective: str, fusion: int, fusion_id: int) -> None:
     if fusion not in (0, 2):
         raise ValueError(
-            f"{operation}: fusion {fusion!r} is unknown; expected 0 (alone) or 2 (together)"
+            f"{collective}: fusion {fusion!r} is unknown; expected 0 (alone) or 2 (together)"
         )
     check_fusion(fusion, fusion_id)
 
@@ -135,12 +137,11 @@ def reduce_list(
         if waits_for_all:
             dense = [tensor for tensor in tensors if isinstance(tensor, tf.Tensor)]
             context.enter_context(tf.control_dependencies(dense))
-        for positions, segments_here in cut_list.operations:
+        for positions, segments_here in cut_list.calls:
             tensors_here = [tensors[position] for position in positions]
             owners_here = owners and [owners[position] for position in positions]
             reduction = ListReduction(job, tensors_here, segments_here, options, group, owners_here)
-            operation = reduction.operation()
-            for position, reduced_here in zip(positions, operation.run(job)):
+            for position, reduced_here in zip(positions, reduction.run()):
                 reduced[position] = reduced_here
         for position in cut_list.sparse:
             reduced[position] = _with_shape_of(tensors[position], reduced[position])
@@ -157,16 +158,16 @@ def reduce_list(
 class _CutList(NamedTuple):
     """A list as it is reduced; all numbers are positions of tensors."""
 
-    segments: Sequence[Sequence[int]]  # of dense tensors
+    segments: Segments  # segments of dense tensors
     sparse: Sequence[int] = ()
-    # Each operation's positions in the list, and its segments among the tensors there.
-    operations: Sequence[tuple[Sequence[int], Sequence[Sequence[int]]]] = (([0], [[0]]),)
+    # The positions of each call in the list, and its segments among the tensors there.
+    calls: Sequence[tuple[Sequence[int], Segments]] = (([0], [[0]]),)
 
 
 def _cut(
     job: Job, tensors: Sequence[Gradient], options: ReductionOptions, group: Group
 ) -> _CutList:
-    """Cut a list by the split strategy, and divide it among operations."""
+    """Cut a list by the split strategy, and divide it among calls."""
     # A single dense tensor, the usual ``all_reduce``, needs no order.
     if len(tensors) == 1 and isinstance(tensors[0], tf.Tensor):
         return _CutList([[0]])
@@ -177,7 +178,7 @@ def _cut(
         if isinstance(tensor, tf.IndexedSlices):
             sparse.append(position)
     call = (range(len(tensors)), segments)
-    # A segment that is an operation of its own has all of its tensors in one segment.
+    # A segment that is a call of its own has all of its tensors in one segment.
     parts: list[Any] = [(segment, [range(len(segment))]) for segment in segments]
     # Sparse tensors are in no segment: each of them is reduced by itself.
     parts += [([position], []) for position in sparse]
@@ -186,7 +187,7 @@ def _cut(
 
 def _with_shape_of(tensor: Any, rows: Any) -> tf.IndexedSlices:
     """Return reduced rows with the dense shape of the tensor that went in."""
-    # A session's operation returns a shape of which the graph knows nothing.
+    # A session returns a shape of which the graph knows nothing.
     return tf.IndexedSlices(rows.values, rows.indices, tensor.dense_shape)
 
 
@@ -199,13 +200,13 @@ def _own_or_last(
 
 
 class ListReduction:
-    """The reduction of a list whose segments are known, positions of dense tensors, as one operation."""
+    """The reduction of a list whose segments are known, positions of dense tensors, as one call."""
 
     def __init__(
         self,
         job: Job,
         tensors: Sequence[Gradient],
-        segments: Sequence[Sequence[int]],
+        segments: Segments,
         options: ReductionOptions,
         group: Group,
         owners: Owners = None,
@@ -230,8 +231,8 @@ class ListReduction:
             if isinstance(tensor, tf.IndexedSlices):
                 self._sparse.append(TableRows(position, tensor.indices))
 
-    def operation(self) -> Operation:
-        """Return the operation, which reduces the list when it is run."""
+    def run(self) -> list[Gradient]:
+        """Reduce the list; every rank of the group calls this."""
         # The arguments that have to be the same on all ranks.
         agreed = {
             "reduction": self._options.reduction,
@@ -249,7 +250,7 @@ class ListReduction:
         if self._owners is not None:
             name = "reduce_to_owners"
             agreed["owners"] = digest_of(self._owners)
-        return Operation(
+        collective = Collective(
             name,
             self._group,
             self._tensors,
@@ -260,6 +261,7 @@ class ListReduction:
             gradient=gradient,
             has_owners=self._owners is not None,
         )
+        return collective.run(self._job)
 
     def _reduce_by(self, engine: AgreedEngine, *inputs: Any) -> list[Gradient]:
         """Reduce the list; after its values, the inputs are the counts of rows of each lookup, where they matter."""
@@ -291,11 +293,8 @@ class ListReduction:
     def _gradient(self, upstream: Sequence[tf.Tensor]) -> list[Gradient]:
         require_differentiable("all_reduce", self._options.reduction)
         # The gradients of the results travel in the same segments.
-        operation = ListReduction(
-            self._job, upstream, self._segments, self._options, self._group
-        ).operation()
-        reduced: list[Gradient] = operation.run(self._job)
-        return reduced
+        reduction = ListReduction(self._job, upstream, self._segments, self._options, self._group)
+        return reduction.run()
 
     def _specs(self) -> list[tf.TypeSpec | None]:
         return [_spec_of_result(tensor, self._options.reduction) for tensor in self._tensors]
@@ -313,7 +312,7 @@ def _spec_of_result(tensor: Gradient, reduction: str) -> tf.TypeSpec | None:
     return tf.IndexedSlicesSpec(tensor.values.shape, dtype, tensor.indices.dtype, lengths)
 
 
-def _summary(segments: Sequence[Sequence[int]]) -> str:
+def _summary(segments: Segments) -> str:
     """Return the number and lengths of the segments and a checksum of their content, for comparison."""
     # A single tensor can be cut in one way only.
     if len(segments) <= 1 and sum(map(len, segments)) <= 1:

@@ -1,6 +1,6 @@
 """The engines of a job: what each has to offer, and one that divides calls between hosts.
 
-The operations need nothing else of an engine. The ranks have agreed on a call before an engine gets it, or agree with
+Collectives need nothing else of an engine. The ranks have agreed on a call before an engine gets it, or agree with
 its first data (``terms``). Everything works eagerly and in graphs; in a graph a call waits for its own tensors only,
 and ranks may reach calls of different groups in any order.
 """
@@ -14,10 +14,11 @@ from typing import Optional, Protocol
 
 import tensorflow as tf
 
-from npu_device._src.collectives.call import Terms
+from npu_device._src.collectives.call import AGREED, Terms
 from npu_device._src.collectives.dtypes import (
     TensorList,
     Tensors,
+    TensorsOrSpecs,
     Wire,
     reduced_dtype,
     sum_dtype,
@@ -38,17 +39,17 @@ from npu_device._src.collectives.hosts_of_job import JobHosts
 class Engine(Protocol):
     """What an engine does for a group. In a graph each call, and each segment, waits only for its own tensors.
 
-    An engine that compares calls with the data sends ``terms`` with its first transfer; they are None if the ranks have
+    An engine that compares calls with the data sends ``terms`` with its first transfer; by default, the ranks have
     agreed before.
     """
 
     def all_reduce(
         self,
-        terms: Terms | None,
         segments: Sequence[Tensors],
         reduction: str,
         group: Group,
         wire: Wire,
+        terms: Terms = AGREED,
     ) -> list[TensorList]:
         """Reduce segments, lists of tensors of one dtype; return the results of each, the same bits on every rank.
 
@@ -57,19 +58,19 @@ class Engine(Protocol):
         """
 
     def reduce(
-        self, terms: Terms | None, tensors: Tensors, reduction: str, root: int, group: Group
+        self, tensors: Tensors, reduction: str, root: int, group: Group, terms: Terms = AGREED
     ) -> TensorList:
         """Reduce tensors of one dtype to one rank; the other ranks get values of the result's shapes and dtype."""
 
     def broadcast(
-        self, terms: Terms | None, tensors: Tensors, root: int, group: Group
+        self, tensors: Tensors, root: int, group: Group, terms: Terms = AGREED
     ) -> TensorList:
         """Return the tensors of the root on every rank; any dtypes, the same shapes and dtypes everywhere."""
 
-    def all_gather(self, terms: Terms | None, row: tf.Tensor, group: Group) -> tf.Tensor:
+    def all_gather(self, row: tf.Tensor, group: Group, terms: Terms = AGREED) -> tf.Tensor:
         """Return all ranks' rows on every rank: [n] in, [group.size, n] out; n is the same on all ranks."""
 
-    def all_to_all(self, terms: Terms | None, rows: tf.Tensor, group: Group) -> tf.Tensor:
+    def all_to_all(self, rows: tf.Tensor, group: Group, terms: Terms = AGREED) -> tf.Tensor:
         """Send row i to rank i, and return the row from rank i as row i: [group.size, n] in and out."""
 
 
@@ -90,14 +91,14 @@ class TwoLevelEngine:
 
     def all_reduce(
         self,
-        terms: Terms | None,
         segments: Sequence[Tensors],
         reduction: str,
         group: Group,
         wire: Wire,
+        terms: Terms = AGREED,
     ) -> list[TensorList]:
         """Reduce segments. A segment is spread within the hosts after the next one has started between them: the
-        operations in shared memory run in order, and would otherwise keep the next segment waiting for the network.
+        transfers in shared memory run in order, and would otherwise keep the next segment waiting for the network.
         """
         host, _ = self._levels(group)
         results: list[TensorList] = []
@@ -105,17 +106,17 @@ class TwoLevelEngine:
         for segment in segments:
             reduced.append(self._reduce(segment, reduction, group, wire))
             if len(reduced) > 1:
-                results.append(self._within.broadcast(None, reduced.pop(0), 0, host))
-        return results + [self._within.broadcast(None, tensors, 0, host) for tensors in reduced]
+                results.append(self._within.broadcast(reduced.pop(0), 0, host))
+        return results + [self._within.broadcast(tensors, 0, host) for tensors in reduced]
 
     def reduce_to_owners(
         self,
-        terms: Terms | None,
         segments: Sequence[Tensors],
         owners: Sequence[Sequence[int]],
         reduction: str,
         group: Group,
         wire: Wire,
+        terms: Terms = AGREED,
     ) -> list[TensorList]:
         """Reduce segments to the owners of their tensors; see ``HostEngine``. Between hosts, the tensors of a host go
         to its lowest rank.
@@ -128,9 +129,7 @@ class TwoLevelEngine:
             # Only tensors that other ranks own are spread: the lowest rank has its own ones already.
             sent = [position for position, rank in enumerate(owners_there) if rank != host.ranks[0]]
             if sent:
-                received = self._within.broadcast(
-                    None, [tensors[position] for position in sent], 0, host
-                )
+                received = self._within.broadcast([tensors[position] for position in sent], 0, host)
                 for position, tensor in zip(sent, received):
                     tensors[position] = tensor
             rank = group.ranks[group.rank]
@@ -147,10 +146,10 @@ class TwoLevelEngine:
 
     def broadcast_from_owners(
         self,
-        terms: Terms | None,
-        tensors: Sequence[tf.Tensor | tf.TensorSpec],
+        tensors: TensorsOrSpecs,
         owners: Sequence[int],
         group: Group,
+        terms: Terms = AGREED,
     ) -> TensorList:
         """Send tensors from their owners to all ranks; see ``HostEngine``. Each host sends what its ranks own once."""
         host, between = self._levels(group)
@@ -166,14 +165,14 @@ class TwoLevelEngine:
         owned = [tensors[position] for position in local]
         local_owners = [host.ranks.index(group.ranks[owners[position]]) for position in local]
         if owned:
-            put(local, self._within.broadcast_from_owners(None, owned, local_owners, host))
+            put(local, self._within.broadcast_from_owners(owned, local_owners, host))
         if between is not None:
             hosts = list(map(between.ranks.index, lowest))
-            results = self._between_owners.broadcast_from_owners(None, results, hosts, between)
+            results = self._between_owners.broadcast_from_owners(results, hosts, between)
         # Only the lowest rank of a host has got what comes from other hosts.
         if remote:
             arrived = [results[position] for position in remote]
-            put(remote, self._within.broadcast(None, arrived, 0, host))
+            put(remote, self._within.broadcast(arrived, 0, host))
         return results
 
     def _lowest_of(self, group: Group, members: Sequence[int]) -> list[int]:
@@ -211,32 +210,32 @@ class TwoLevelEngine:
         within_reduction = reduction
         if reduction == "mean":
             within_reduction = "sum"
-        sums = self._within.reduce(None, sums, within_reduction, 0, host)
+        sums = self._within.reduce(sums, within_reduction, 0, host)
         if between is not None:
             sent_dtype = None
             if reduction in ("sum", "mean") and wire_dtype(dtype, wire) != sums[0].dtype:
                 sent_dtype = wire_dtype(dtype, wire)
             if lowest is None:
-                [sums] = self._between.all_reduce(None, [sums], reduction, between, sent_dtype)
+                [sums] = self._between.all_reduce([sums], reduction, between, sent_dtype)
             else:
                 owners = list(map(between.ranks.index, lowest))
                 [sums] = self._between_owners.reduce_to_owners(
-                    None, [sums], [owners], reduction, between, sent_dtype
+                    [sums], [owners], reduction, between, sent_dtype
                 )
         elif lowest is not None:
             sums = [tensor for tensor, rank in zip(sums, lowest) if rank == host.ranks[0]]
         return [tf.cast(tensor, dtype) for tensor in sums]
 
     def reduce(
-        self, terms: Terms | None, tensors: Tensors, reduction: str, root: int, group: Group
+        self, tensors: Tensors, reduction: str, root: int, group: Group, terms: Terms = AGREED
     ) -> TensorList:
         """Reduce to all ranks."""
         # Reducing to the root alone would save only the last broadcast.
-        [reduced] = self.all_reduce(None, [tensors], reduction, group, None)
+        [reduced] = self.all_reduce([tensors], reduction, group, None)
         return reduced
 
     def broadcast(
-        self, terms: Terms | None, tensors: Tensors, root: int, group: Group
+        self, tensors: Tensors, root: int, group: Group, terms: Terms = AGREED
     ) -> TensorList:
         """Broadcast the root's tensors: to the lowest rank of the root's host, between hosts, and on every host."""
         leaders = self._hosts.leaders
@@ -246,17 +245,17 @@ class TwoLevelEngine:
         # Only the root's host starts with the values, and only if a member other than its leader
         # has them.
         if leaders[source] == leaders[group.ranks[group.rank]] and source != host.ranks[0]:
-            received = self._within.broadcast(None, received, host.ranks.index(source), host)
+            received = self._within.broadcast(received, host.ranks.index(source), host)
         if between is not None:
             leader = next(rank for rank in between.ranks if leaders[rank] == leaders[source])
-            received = self._between.broadcast(None, received, between.ranks.index(leader), between)
-        return self._within.broadcast(None, received, 0, host)
+            received = self._between.broadcast(received, between.ranks.index(leader), between)
+        return self._within.broadcast(received, 0, host)
 
-    def all_gather(self, terms: Terms | None, row: tf.Tensor, group: Group) -> tf.Tensor:
-        return self._between.all_gather(terms, row, group)
+    def all_gather(self, row: tf.Tensor, group: Group, terms: Terms = AGREED) -> tf.Tensor:
+        return self._between.all_gather(row, group, terms)
 
-    def all_to_all(self, terms: Terms | None, rows: tf.Tensor, group: Group) -> tf.Tensor:
-        return self._between.all_to_all(terms, rows, group)
+    def all_to_all(self, rows: tf.Tensor, group: Group, terms: Terms = AGREED) -> tf.Tensor:
+        return self._between.all_to_all(rows, group, terms)
 
     def _levels(self, group: Group) -> tuple[Group, Group | None]:
         """Return the ranks of the group that share memory with this one; and the lowest ranks of all hosts, if it is
@@ -297,7 +296,7 @@ def _ring_of(context: EngineContext, group: Group) -> MemoryRing:
 
 
 def _background_from(context: EngineContext) -> int:
-    # Long operations proceed while TensorFlow computes, unless they would take its only core from it.
+    # Long transfers proceed while TensorFlow computes, unless they would take its only core from it.
     if context.cores > 1:
         return _BACKGROUND_FROM_BYTES
     return sys.maxsize
@@ -362,6 +361,6 @@ class Engines:
         return isinstance(self.engine_for_reduction(group, dtype), TwoLevelEngine)
 
     def forget(self, name: str) -> None:
-        """Free what is held for a group that is destroyed, and for the groups made for its operations."""
+        """Free what is held for a group that is destroyed, and for the groups made for its calls."""
         for engine in self._on_arrays:
             engine.forget(name)

@@ -1,1 +1,1 @@
-"""The engines whose operations Python runs on numpy arrays: shared memory, TCP, MPI."""
+"""The engines whose transfers Python runs on numpy arrays: shared memory, TCP, MPI."""

@@ -1,8 +1,8 @@
 """What carries the members' values: a channel, the rounds that it runs, and the heads by which members compare a call.
 
 In a round some members publish values, and others read what they need of them: in memory all read where it lies, and
-through sockets and MPI each is sent its part. The programs of the operations (``programs``) are made of rounds, and
-know no more of a channel than what stands here.
+through sockets and MPI each is sent its part. A transfer is made of rounds (``programs``), which know
+no more of a channel than what stands here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from npu_device._src.collectives.dtypes import convert
 from npu_device._src.collectives.engines.host.buffers import ALIGNMENT, BufferPool
 
 Program = Iterator[Any]
-"""One operation, which pauses where it would have to wait, and yields what its channel has to wait for."""
+"""One transfer, which pauses where it would have to wait, and yields what its channel has to wait for."""
 
 # The heads
 
@@ -36,13 +36,11 @@ class Mismatch(Exception):
     """The members' heads of a call differ. All members detect it in the same step, before any data is read."""
 
 
-def head_of(terms: Terms | None) -> Head:
-    """Return the head of a call; without terms, the ranks have agreed on it before."""
-    if terms is None:
-        return (_AGREED,) * HEAD_WORDS
+def head_of(terms: Terms) -> Head:
+    """Return the head of a call."""
     if terms.agreed:
-        return (*terms.head, int(terms.shapes), _AGREED)
-    return (*terms.head, int(terms.shapes), _OVERLAPS if terms.overlaps else _COMPARES)
+        return (*terms.fingerprint, int(terms.shapes), _AGREED)
+    return (*terms.fingerprint, int(terms.shapes), _OVERLAPS if terms.overlaps else _COMPARES)
 
 
 def compares(head: Head) -> bool:
@@ -77,7 +75,7 @@ class Stream:
         self.arrays = arrays
         self.starts: list[int] = []
         self.lengths = list(map(math.prod, shapes))
-        # At least one element, also of a dtype that is wider than the alignment.
+        # At least one element: a dtype may be wider than the alignment.
         unit = ALIGNMENT // min(dtype.itemsize, ALIGNMENT)
         total = 0
         for length in self.lengths:
@@ -213,6 +211,9 @@ class Round(NamedTuple):
         )
 
 
+Rounds = Iterator[Round]
+"""The rounds of a transfer, alike on all members."""
+
 # The channel
 
 
@@ -235,9 +236,9 @@ class Channel(Protocol):
     buffers: BufferPool  # memory for what is neither the script's nor a result
     slot_bytes: int  # the most that a member publishes in one round
 
-    def run(self, rounds: Iterator[Round], head: Head | None) -> Program:
-        """Return the program that runs rounds, alike on all members, and pauses where it would have to wait. A head is
-        compared before anybody reads.
+    def run(self, rounds: Rounds, head: Head | None) -> Program:
+        """Return the program that runs rounds, and pauses where it would have to wait. A head is compared before
+        anybody reads.
         """
 
     def advance(self, program: Any, wait: Wait) -> bool:
@@ -246,6 +247,6 @@ class Channel(Protocol):
         """
 
     def note_joined(self) -> None:
-        """Note that the first operation has ended, and so all members have come; or that the group is destroyed."""
+        """Note that the first transfer has ended, and so all members have come; or that the group is destroyed."""
 
     def close(self) -> None: ...

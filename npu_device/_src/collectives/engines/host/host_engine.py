@@ -1,8 +1,8 @@
-"""The operations on arrays that Python moves: programs behind two TensorFlow operations.
+"""The transfers that Python moves: programs on arrays, behind two TensorFlow operations.
 
 In a tf.function each segment of a list is a start, which passes the memory of its tensors and never waits for other
-ranks, and a finish, which waits; a collective of one is a single call. Starts run in the order of the program, also in
-loops, and so do finishes. Every rank starts in the same order, so any number of threads suffices: the first operation
+ranks, and a finish, which waits; a single transfer is one operation. Starts run in the order of the program, also in
+loops, and so do finishes. Every rank starts in the same order, so any number of threads suffices: the first transfer
 that some rank hasn't started yet can't be blocked by a finish. A list of segments is started as backward produces it
 and finished when all of it is started.
 
@@ -23,36 +23,52 @@ import numpy as np
 import tensorflow as tf
 
 from npu_device._src import compat
-from npu_device._src.collectives.call import Terms
-from npu_device._src.collectives.dtypes import TensorList, Tensors, Wire, reduced_dtype
+from npu_device._src.collectives.call import AGREED, Terms
+from npu_device._src.collectives.dtypes import (
+    ArrayList,
+    TensorList,
+    Tensors,
+    TensorsOrSpecs,
+    Wire,
+    reduced_dtype,
+)
 from npu_device._src.collectives.engines.context import EngineContext
 from npu_device._src.collectives.engines.host import programs
 from npu_device._src.collectives.engines.host.buffers import BufferPool
 from npu_device._src.collectives.engines.host.channel import Channel, Stream
-from npu_device._src.collectives.engines.host.queue import Finish, HostQueue, OnArrays, ProgramMaker
+from npu_device._src.collectives.engines.host.queue import (
+    ArrayTransfer,
+    Finished,
+    HostQueue,
+    Prepared,
+)
 from npu_device._src.collectives.graph import Order, step_data
 from npu_device._src.collectives.group import Group
 
 
 class GroupQueue(Protocol):
-    """The operations of a group on this rank, which have been started and not finished."""
+    """The transfers of a group on this rank, which have been started and not finished."""
 
     in_order: bool  # each begins when the one before it has ended
 
     def start(
         self,
-        operation: OnArrays,
-        terms: Terms | None,
-        arrays: list[np.ndarray],
+        transfer: ArrayTransfer,
+        terms: Terms,
+        arrays: ArrayList,
         *,
         computes_meanwhile: bool,
-    ) -> Finish: ...
+    ) -> Any:
+        """Start a transfer without waiting for others; return what ``finish`` takes."""
+
+    def finish(self, started: Any) -> Finished:
+        """Wait for a transfer, and return its results; to be called once."""
 
     def close(self) -> None: ...
 
 
 class ArrayEngine:
-    """Operations of groups, in eager mode and in graphs; ``queue_of`` makes the queue of a group at its first one."""
+    """Transfers of groups, in eager mode and in graphs; ``queue_of`` makes the queue of a group at its first one."""
 
     def __init__(self, context: EngineContext, graph_orders: GraphOrders) -> None:
         self._making = context.making
@@ -64,12 +80,12 @@ class ArrayEngine:
 
     def run(
         self,
-        terms: Terms | None,
         group: Group,
-        operations: Sequence[OnArrays],
+        transfers: Sequence[ArrayTransfer],
         inputs: Sequence[Tensors],
+        terms: Terms,
     ) -> list[TensorList]:
-        """Run operations, each on its inputs, and return their results; the first one carries the terms."""
+        """Run transfers, each on its inputs, and return their results; the first one carries the terms."""
         # Two threads of a script may make the first call of a group at once.
         with self._making:
             queue = self.queues.get(group)
@@ -77,20 +93,19 @@ class ArrayEngine:
                 queue = self.queue_of(group)
                 self.queues[group] = queue
         if not tf.executing_eagerly():
-            return self._graph_orders.run(queue, operations, inputs, terms)
+            return self._graph_orders.run(queue, transfers, inputs, terms)
         results = []
-        for operation, tensors in zip(operations, inputs):
-            call_arrays = list(map(compat.to_array, tensors))
-            finish = queue.start(operation, terms, call_arrays, computes_meanwhile=False)
-            _, arrays = finish()
-            results.append(list(map(_tensor, arrays)))
-            terms = terms and terms.of_later_transfers()
+        for transfer, tensors in zip(transfers, inputs):
+            arrays = list(map(compat.to_array, tensors))
+            started = queue.start(transfer, terms, arrays, computes_meanwhile=False)
+            _, received = queue.finish(started)
+            results.append(list(map(_tensor, received)))
+            terms = terms.of_later_transfers()
         return results
 
     def forget(self, name: str) -> None:
-        """Close the queues of a group that is destroyed, and of the groups made for its operations."""
-        # Only the table is changed under the lock: closing waits for operations that are in
-        # progress.
+        """Close the queues of a group that is destroyed, and of the groups made for its calls."""
+        # Only the table is changed under the lock: closing waits for transfers in progress.
         with self._making:
             groups = [group for group in self.queues if name in (group.name, group.parent)]
             closed = [self.queues.pop(group) for group in groups]
@@ -102,8 +117,8 @@ class HostEngine(ArrayEngine):
     """An engine whose programs Python runs; see ``engines.Engine``.
 
     Args:
-        connect: makes the channel of a group, when its first operation runs: a class of channels, or what prepares one.
-        background_from: returns the bytes above which an operation goes to the background thread; see ``HostQueue``.
+        connect: makes the channel of a group, when its first transfer runs: a class of channels, or what prepares one.
+        background_from: returns the bytes above which a transfer goes to the background thread; see ``HostQueue``.
     """
 
     def __init__(
@@ -127,22 +142,22 @@ class HostEngine(ArrayEngine):
 
     def all_reduce(
         self,
-        terms: Terms | None,
         segments: Sequence[Tensors],
         reduction: str,
         group: Group,
         wire: Wire,
+        terms: Terms = AGREED,
     ) -> list[TensorList]:
         make = partial(
             _reduction, reduction=reduction, wire=wire, readers=range(group.size), rank=group.rank
         )
-        return self.run(terms, group, list(map(make, segments)), segments)
+        return self.run(group, list(map(make, segments)), segments, terms)
 
     def reduce(
-        self, terms: Terms | None, tensors: Tensors, reduction: str, root: int, group: Group
+        self, tensors: Tensors, reduction: str, root: int, group: Group, terms: Terms = AGREED
     ) -> TensorList:
-        operation = _reduction(tensors, reduction, None, [root], group.rank)
-        [results] = self.run(terms, group, [operation], [tensors])
+        transfer = _reduction(tensors, reduction, None, [root], group.rank)
+        [results] = self.run(group, [transfer], [tensors], terms)
         if group.rank == root:
             return results
         # Values of the right shapes and dtype are enough, since only the root's are used.
@@ -150,48 +165,48 @@ class HostEngine(ArrayEngine):
 
     def reduce_to_owners(
         self,
-        terms: Terms | None,
         segments: Sequence[Tensors],
         owners: Sequence[Sequence[int]],
         reduction: str,
         group: Group,
         wire: Wire,
+        terms: Terms = AGREED,
     ) -> list[TensorList]:
         """Reduce segments as ``all_reduce`` does; return those tensors of each that this member owns, in their order.
         ``owners`` has the owner of each tensor, a rank of the group.
         """
-        operations = []
+        transfers = []
         inputs = []
         for tensors, owners_there in zip(segments, owners):
             # What an owner gets is one piece of the stream.
             order = sorted(range(len(tensors)), key=owners_there.__getitem__)
             inputs.append([tensors[position] for position in order])
             ordered_owners = [owners_there[position] for position in order]
-            operations.append(
+            transfers.append(
                 _reduction_to_owners(inputs[-1], ordered_owners, reduction, group, wire)
             )
-        return self.run(terms, group, operations, inputs)
+        return self.run(group, transfers, inputs, terms)
 
     def broadcast_from_owners(
         self,
-        terms: Terms | None,
-        tensors: Sequence[tf.Tensor | tf.TensorSpec],
+        tensors: TensorsOrSpecs,
         owners: Sequence[int],
         group: Group,
+        terms: Terms = AGREED,
     ) -> TensorList:
         """Return all tensors on every rank, given this member's own ones and the specs of the others: any dtypes, with
         known shapes.
         """
         owned = [tensor for tensor, owner in zip(tensors, owners) if owner == group.rank]
-        operation, order = _broadcast_from_owners(tensors, owners, group)
-        [received] = self.run(terms, group, [operation], [owned])
+        transfer, order = _broadcast_from_owners(tensors, owners, group)
+        [received] = self.run(group, [transfer], [owned], terms)
         results = list(tensors)
         for position, tensor in zip(order, received):
             results[position] = tensor
         return results
 
     def broadcast(
-        self, terms: Terms | None, tensors: Tensors, root: int, group: Group
+        self, tensors: Tensors, root: int, group: Group, terms: Terms = AGREED
     ) -> TensorList:
         sends = group.rank == root
         has_shapes = all(tensor.shape.is_fully_defined() for tensor in tensors)
@@ -200,56 +215,57 @@ class HostEngine(ArrayEngine):
         inputs = tensors
         if has_shapes and not sends:
             inputs = []
-        [received] = self.run(terms, group, [_broadcast(tensors, root, sends)], [inputs])
+        [received] = self.run(group, [_broadcast(tensors, root, sends)], [inputs], terms)
         if sends:
             # The root has its values already; a copy by the channel would only cost time.
             return [tf.identity(tensor) for tensor in tensors]
         return received
 
-    def all_gather(self, terms: Terms | None, row: tf.Tensor, group: Group) -> tf.Tensor:
-        return self._rows(terms, programs.all_gather, row, group)
+    def all_gather(self, row: tf.Tensor, group: Group, terms: Terms = AGREED) -> tf.Tensor:
+        return self._rows(programs.all_gather, row, group, terms)
 
-    def all_to_all(self, terms: Terms | None, rows: tf.Tensor, group: Group) -> tf.Tensor:
-        return self._rows(terms, programs.all_to_all, rows, group)
+    def all_to_all(self, rows: tf.Tensor, group: Group, terms: Terms = AGREED) -> tf.Tensor:
+        return self._rows(programs.all_to_all, rows, group, terms)
 
     def _rows(
-        self, terms: Terms | None, program: Callable[..., Any], tensor: tf.Tensor, group: Group
+        self, rounds: Callable[..., Any], tensor: tf.Tensor, group: Group, terms: Terms
     ) -> tf.Tensor:
         size = group.size
 
-        def prepare(arrays: list[np.ndarray], buffers: BufferPool) -> ProgramMaker:
+        def prepare(arrays: ArrayList, buffers: BufferPool) -> Prepared:
             # Allocated here, at the start: only the arrays are known then, and in a graph the shape
             # may be dynamic.
             rows = buffers.array((size, arrays[0].shape[-1]), arrays[0].dtype)
-            return partial(program, rows=arrays[0], result=rows), [rows]
+            return partial(rounds, rows=arrays[0], result=rows), [rows]
 
-        operation = OnArrays([tf.TensorSpec([size, tensor.shape[-1]], tensor.dtype)], prepare)
-        [[rows]] = self.run(terms, group, [operation], [[tensor]])
+        transfer = ArrayTransfer([tf.TensorSpec([size, tensor.shape[-1]], tensor.dtype)], prepare)
+        [[rows]] = self.run(group, [transfer], [[tensor]], terms)
         return rows
 
-    def exchange_terms(self, terms: Terms | None, group: Group) -> TensorList:
+    def exchange_terms(self, group: Group, terms: Terms) -> TensorList:
         """Compare only the terms; return a list of one tensor, which is ready once all ranks agree."""
-        action = (programs.meet, [np.array(True)])
-        operation = OnArrays([tf.TensorSpec([], tf.bool)], lambda arrays, buffers: action)
-        [tensors] = self.run(terms, group, [operation], [[]])
+        meet = partial(programs.meet, is_agreed=terms.agreed)
+        prepared = (meet, [np.array(True)])
+        transfer = ArrayTransfer([tf.TensorSpec([], tf.bool)], lambda arrays, buffers: prepared)
+        [tensors] = self.run(group, [transfer], [[]], terms)
         return tensors
 
 
-# The operations: inputs, outputs, and how arrays become a program
+# The transfers: inputs, outputs, and how arrays become rounds
 
 
 def _reduction(
     tensors: Tensors, reduction: str, wire: Wire, readers: Sequence[int], rank: int
-) -> OnArrays:
+) -> ArrayTransfer:
     dtype = reduced_dtype(tensors[0].dtype, reduction)
     reads = rank in readers
     sent_dtype = np.dtype((wire or tensors[0].dtype).as_numpy_dtype)
     array_dtype = np.dtype(dtype.as_numpy_dtype)
 
-    def prepare(arrays: list[np.ndarray], buffers: BufferPool) -> ProgramMaker:
+    def prepare(arrays: ArrayList, buffers: BufferPool) -> Prepared:
         stream = Stream(list(map(np.shape, arrays)), sent_dtype, list(map(np.ravel, arrays)))
         flat = None
-        results: list[np.ndarray] = []
+        results: ArrayList = []
         if reads:
             flat, results = stream.results(buffers, array_dtype)
         reduce = partial(programs.reduce, stream=stream, result=flat, dtype=array_dtype)
@@ -258,12 +274,12 @@ def _reduction(
     outputs = []
     if reads:
         outputs = [tf.TensorSpec(tensor.shape, dtype) for tensor in tensors]
-    return OnArrays(outputs, prepare)
+    return ArrayTransfer(outputs, prepare)
 
 
 def _reduction_to_owners(
     tensors: Tensors, owners: Sequence[int], reduction: str, group: Group, wire: Wire
-) -> OnArrays:
+) -> ArrayTransfer:
     """Return the reduction of tensors that are in the order of their owners."""
     rank = group.rank
     dtype = reduced_dtype(tensors[0].dtype, reduction)
@@ -272,7 +288,7 @@ def _reduction_to_owners(
     firsts = [bisect_left(owners, member) for member in range(group.size + 1)]
     owned = slice(firsts[rank], firsts[rank + 1])
 
-    def prepare(arrays: list[np.ndarray], buffers: BufferPool) -> ProgramMaker:
+    def prepare(arrays: ArrayList, buffers: BufferPool) -> Prepared:
         shapes = list(map(np.shape, arrays))
         stream = Stream(shapes, sent_dtype, list(map(np.ravel, arrays)))
         starts = [*stream.starts, stream.length]
@@ -282,13 +298,13 @@ def _reduction_to_owners(
         reduce = partial(programs.reduce_to_owners, stream=stream, bounds=bounds, result=flat)
         return partial(reduce, dtype=array_dtype, reduction=reduction), results
 
-    return OnArrays([tf.TensorSpec(tensor.shape, dtype) for tensor in tensors[owned]], prepare)
+    return ArrayTransfer([tf.TensorSpec(tensor.shape, dtype) for tensor in tensors[owned]], prepare)
 
 
 def _broadcast_from_owners(
-    tensors: Sequence[tf.Tensor | tf.TensorSpec], owners: Sequence[int], group: Group
-) -> tuple[OnArrays, list[int]]:
-    """Return the operation, whose inputs are this member's tensors, and the positions of its results."""
+    tensors: TensorsOrSpecs, owners: Sequence[int], group: Group
+) -> tuple[ArrayTransfer, list[int]]:
+    """Return the transfer, whose inputs are this member's tensors, and the positions of its results."""
     rank = group.rank
     specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
     sizes = [(spec.shape.num_elements() * spec.dtype.size,) for spec in specs]
@@ -298,12 +314,12 @@ def _broadcast_from_owners(
     senders = [member for member in range(group.size) if member != rank]
     order = [position for member in senders for position in by_member[member]]
 
-    def prepare(arrays: list[np.ndarray], buffers: BufferPool) -> ProgramMaker:
+    def prepare(arrays: ArrayList, buffers: BufferPool) -> Prepared:
         # As bytes, tensors of all dtypes of one owner are one stream.
         as_bytes = np.dtype(np.uint8)
         flats = [array.reshape(-1).view(np.uint8) for array in arrays]
         stream = Stream([sizes[position] for position in by_member[rank]], as_bytes, flats)
-        rows: list[np.ndarray] = [np.empty(0, np.uint8)] * group.size
+        rows: ArrayList = [np.empty(0, np.uint8)] * group.size
         results = []
         for member in senders:
             positions = by_member[member]
@@ -315,14 +331,14 @@ def _broadcast_from_owners(
                 results.append(typed.reshape(spec.shape.as_list()))
         return partial(programs.broadcast_from_owners, stream=stream, results=rows), results
 
-    return OnArrays([specs[position] for position in order], prepare), order
+    return ArrayTransfer([specs[position] for position in order], prepare), order
 
 
-def _broadcast(tensors: Tensors, root: int, sends: bool) -> OnArrays:
+def _broadcast(tensors: Tensors, root: int, sends: bool) -> ArrayTransfer:
     specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
     dtypes = [np.dtype(spec.dtype.as_numpy_dtype) for spec in specs]
 
-    def prepare(arrays: list[np.ndarray], buffers: BufferPool) -> ProgramMaker:
+    def prepare(arrays: ArrayList, buffers: BufferPool) -> Prepared:
         shapes = [array.shape for array in arrays]
         if not arrays:
             shapes = [tuple(spec.shape.as_list()) for spec in specs]
@@ -339,12 +355,12 @@ def _broadcast(tensors: Tensors, root: int, sends: bool) -> OnArrays:
             results.append(array.view(dtype).reshape(shape))
         return partial(programs.broadcast, stream=stream, result=flat, root=root), results
 
-    return OnArrays([] if sends else specs, prepare)
+    return ArrayTransfer([] if sends else specs, prepare)
 
 
 def _tensor(array: np.ndarray) -> tf.Tensor:
     """Return an aligned array as a tensor, without a copy; numpy's own dtypes only."""
-    # TensorFlow 2.15 takes no bool by DLPack; can go with it.
+    # DLPack takes no bfloat16 of numpy ("V"), and with TensorFlow 2.15 no bool: that can go with 2.15.
     if array.dtype.kind in "Vb" or array.size == 0:
         return tf.constant(array)
     return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
@@ -359,7 +375,7 @@ class GraphOrders:
         self._device = ""
         self._starts: Order
         self._finishes: Order
-        self._pending: dict[int, Finish] = {}
+        self._started: dict[int, Any] = {}
         self._tickets = itertools.count()
 
     def _prepare(self) -> None:
@@ -373,92 +389,88 @@ class GraphOrders:
     def run(
         self,
         queue: GroupQueue,
-        operations: Sequence[OnArrays],
+        transfers: Sequence[ArrayTransfer],
         inputs: Sequence[Tensors],
-        terms: Terms | None,
+        terms: Terms,
     ) -> list[TensorList]:
-        """Add operations to the graph of a tf.function, and return their results."""
+        """Add transfers to the graph of a tf.function, and return their results."""
         self._prepare()
         with tf.device(self._device), tf.control_dependencies(step_data()):
-            if len(operations) == 1 and queue.in_order:
-                return [self._call(queue, operations[0], inputs[0], terms)]
-            # A graph carries only tensors: a number stands for the operation in progress.
+            if len(transfers) == 1 and queue.in_order:
+                return [self._start_and_finish(queue, transfers[0], inputs[0], terms)]
+            # A graph carries only tensors: a number stands for the transfer in progress.
             tickets = []
-            # All operations start before the first is waited for, so that they travel together.
-            for operation, tensors in zip(operations, inputs):
-                tickets.append(self._start(queue, operation, tensors, terms))
-                terms = terms and terms.of_later_transfers()
+            # All transfers start before the first is waited for, so that they travel together.
+            for transfer, tensors in zip(transfers, inputs):
+                tickets.append(self._start(queue, transfer, tensors, terms))
+                terms = terms.of_later_transfers()
         with tf.device(self._device), tf.control_dependencies(tickets):
-            return list(map(self._finish, operations, tickets))
+            return list(map(partial(self._finish, queue), transfers, tickets))
 
-    def _call(
-        self, queue: GroupQueue, operation: OnArrays, inputs: Tensors, terms: Terms | None
+    def _start_and_finish(
+        self, queue: GroupQueue, transfer: ArrayTransfer, inputs: Tensors, terms: Terms
     ) -> TensorList:
         """Add one operation that starts and waits, in the order of the starts: it delays nothing needed earlier."""
-        shapes, terms = _apart(terms)
+        shapes = tf.convert_to_tensor(terms.shapes)
+        # What a graph calls must not refer to a tensor of it.
+        terms = terms._replace(shapes=0)
 
         def run(shapes: Any, *arrays: np.ndarray) -> list[Any]:
-            call_terms = _together(terms, shapes)
-            finish = queue.start(operation, call_terms, list(arrays), computes_meanwhile=False)
-            ended_at, results = finish()
-            return [np.int64(ended_at), *results]
+            terms_here = terms._replace(shapes=int(shapes))
+            started = queue.start(transfer, terms_here, list(arrays), computes_meanwhile=False)
+            return _of_graph(queue.finish(started))
 
-        return _waited_for(self._starts, run, [shapes, *inputs], operation)
+        return _waited_for(self._starts, run, [shapes, *inputs], transfer)
 
     def _start(
-        self, queue: GroupQueue, operation: OnArrays, inputs: Tensors, terms: Terms | None
+        self, queue: GroupQueue, transfer: ArrayTransfer, inputs: Tensors, terms: Terms
     ) -> tf.Tensor:
         """Add the operation that starts; return a number by which the graph finishes it."""
-        shapes, terms = _apart(terms)
+        shapes = tf.convert_to_tensor(terms.shapes)
+        # As in ``_start_and_finish``, it must not refer to a tensor of the graph.
+        terms = terms._replace(shapes=0)
 
         def start(shapes: Any, *arrays: np.ndarray) -> list[np.int64]:
             ticket = next(self._tickets)
-            call_terms = _together(terms, shapes)
-            finish = queue.start(operation, call_terms, list(arrays), computes_meanwhile=True)
-            self._pending[ticket] = finish
+            terms_here = terms._replace(shapes=int(shapes))
+            started = queue.start(transfer, terms_here, list(arrays), computes_meanwhile=True)
+            self._started[ticket] = started
             return [np.int64(ticket)]
 
         return self._starts.call(start, [shapes, *inputs])[0]
 
-    def _finish(self, operation: OnArrays, ticket: tf.Tensor) -> TensorList:
+    def _finish(self, queue: GroupQueue, transfer: ArrayTransfer, ticket: tf.Tensor) -> TensorList:
         def finish(ticket: Any) -> list[Any]:
-            # The finish is taken out of the table, or the results would live as long as this object.
-            ended_at, results = self._pending.pop(int(ticket))()
-            return [np.int64(ended_at), *results]
+            # It is taken out of the table, or the results would live as long as this object.
+            return _of_graph(queue.finish(self._started.pop(int(ticket))))
 
-        return _waited_for(self._finishes, finish, [ticket], operation)
-
-
-def _apart(terms: Terms | None) -> tuple[tf.Tensor, Terms | None]:
-    """Return the shapes, an input of the graph's call of Python, and terms that refer to nothing of the graph."""
-    # An input is needed either way, or the number of arguments would depend on the terms.
-    if terms is None:
-        return tf.convert_to_tensor(0), None
-    return tf.convert_to_tensor(terms.shapes), terms._replace(shapes=0)
+        return _waited_for(self._finishes, finish, [ticket], transfer)
 
 
-def _together(terms: Terms | None, shapes: Any) -> Terms | None:
-    return terms and terms._replace(shapes=int(shapes))
+def _of_graph(finished: Finished) -> list[Any]:
+    """Return when a transfer ended, and its results, as a call of Python in a graph returns them."""
+    ended_at, results = finished
+    return [np.int64(ended_at), *results]
 
 
 _waiting: weakref.WeakSet[tf.Operation] = weakref.WeakSet()
 
 
 def _waited_for(
-    order: Order, function: Callable[..., list[Any]], inputs: Tensors, operation: OnArrays
+    order: Order, function: Callable[..., list[Any]], inputs: Tensors, transfer: ArrayTransfer
 ) -> TensorList:
-    """Add a call that waits for an operation, and returns when that ended, and its results."""
-    dtypes = [output.dtype for output in operation.outputs]
+    """Add a call that waits for a transfer, and returns when that ended, and its results."""
+    dtypes = [output.dtype for output in transfer.outputs]
     ended_at, *results = order.call(function, inputs, dtypes)
     _waiting.add(ended_at.op)
-    for tensor, output in zip(results, operation.outputs):
+    for tensor, output in zip(results, transfer.outputs):
         tensor.set_shape(output.shape)
     return results
 
 
 def end_of(operation: tf.Operation) -> tf.Tensor | None:
-    """Return when the collective that an operation of a graph waits for ended: seconds since the epoch, float64, shape
-    []. None for operations that aren't an engine's of this kind.
+    """Return when the transfer that an operation of a graph waits for ended: seconds since the epoch, float64, shape
+    []. None for operations that wait for none.
     """
     if operation not in _waiting:
         return None

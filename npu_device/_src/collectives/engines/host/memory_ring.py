@@ -18,7 +18,7 @@ import mmap
 import platform
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Callable
 
 import numpy as np
@@ -30,6 +30,7 @@ from npu_device._src.collectives.engines.host.channel import (
     Head,
     Program,
     Round,
+    Rounds,
     Wait,
     require_same,
 )
@@ -139,7 +140,7 @@ class MemoryRing:
     Args:
         while_waiting: called between two slices of a long wait; raises when waiting is pointless.
         offset: where in the mapping the counters, heads and rings begin.
-        note_joined: called when the first operation has ended, as all members have come, and when the channel closes.
+        note_joined: called when the first transfer has ended, as all members have come, and when the channel closes.
         spins: look for a while before sleeping; with more ranks than cores, that takes the core from the awaited ones.
     """
 
@@ -181,7 +182,7 @@ class MemoryRing:
         rings = np.frombuffer(memory, np.uint8, math.prod(shape), offset + layout.rings_offset)
         self._rings = rings.reshape(shape)
 
-    def run(self, rounds: Iterator[Round], head: Head | None) -> Program:
+    def run(self, rounds: Rounds, head: Head | None) -> Program:
         """Run rounds: in each, members publish a slot, and all read what they need of it. With a head, no member
         publishes a second slot before all heads agree.
         """

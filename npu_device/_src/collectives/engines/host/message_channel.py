@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from typing import Any, NamedTuple, Optional
 
 import numpy as np
 
 from npu_device._src.collectives.engines.host.buffers import BufferPool
-from npu_device._src.collectives.engines.host.channel import Head, Program, Round
+from npu_device._src.collectives.engines.host.channel import Head, Program, Round, Rounds
 
 # A member's share of a slot, small enough to stay in the cache (docs/notes.md).
 _MEMBER_BYTES = 512 << 10
@@ -54,7 +53,7 @@ class MessageChannel:
     def note_joined(self) -> None:
         """Do nothing: no secret is withdrawn when all members have come."""
 
-    def run(self, rounds: Iterator[Round], head: Head | None) -> Program:
+    def run(self, rounds: Rounds, head: Head | None) -> Program:
         """Run rounds, of which several are on their way. The members have agreed on the call: there is no head."""
         del head
         under_way: deque[_StartedRound] = deque()

@@ -1,7 +1,7 @@
 """The connection of the members of a group: a communicator of their own, and waiting that doesn't occupy a core.
 
-MPI's blocking calls spin until they end. Here every operation is started, and then tested: for a moment without a
-pause, then with sleeps in between, so that TensorFlow computes meanwhile.
+MPI's blocking calls spin until they end. Here every message is started, and then tested: for a moment without a pause,
+then with sleeps in between, so that TensorFlow computes meanwhile.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from npu_device._src.cluster import time_limits as limits
 from npu_device._src.cluster.rank_errors import ClusterError, PeerError
 from npu_device._src.collectives.engines.context import EngineContext
 from npu_device._src.collectives.engines.host import programs
-from npu_device._src.collectives.engines.host.channel import Program, Stream, Wait, head_of
+from npu_device._src.collectives.engines.host.channel import Program, Stream, Wait
 from npu_device._src.collectives.engines.host.message_channel import MessageChannel
 from npu_device._src.collectives.engines.host.mpi_world import MpiWorld
 from npu_device._src.collectives.group import Group, counts_of
@@ -36,7 +36,7 @@ _BURST = 8  # tests between two sleeps: each moves only part of what has arrived
 
 
 class MpiMessages(MessageChannel):
-    """The end of one member. At the first operation the members meet, and get a communicator."""
+    """The end of one member. At the first transfer the members meet, and get a communicator."""
 
     ahead = 8
 
@@ -265,10 +265,9 @@ def _check_sum(context: EngineContext, world: MpiWorld) -> str:
         numbers = np.arange(length, dtype=np.int32)
         stream = Stream([numbers.shape], numbers.dtype, [numbers * (cluster.rank + 1)])
         flat, sums = stream.results(context.buffers, numbers.dtype)
-        program = programs.reduce(
-            channel, stream, flat, numbers.dtype, "sum", range(group.size), head_of(None)
-        )
-        channel.advance(program, Wait.SLEEPING)
+        ranks = range(group.size)
+        rounds = programs.reduce(channel, stream, flat, numbers.dtype, "sum", ranks)
+        channel.advance(channel.run(rounds, None), Wait.SLEEPING)
         if (sums[0] != numbers * (group.size * (group.size + 1) // 2)).any():
             wrong = f"a sum of {length} numbers is wrong in MPI ({world.library})"
     channel.close()
@@ -276,7 +275,7 @@ def _check_sum(context: EngineContext, world: MpiWorld) -> str:
 
 
 def _keep_going(world: MpiWorld) -> None:
-    """Let MPI proceed now and then: it may still have to send what an operation that is over here has left to it."""
+    """Let MPI proceed now and then: it may still have to send what a transfer that has ended here has left to it."""
     while not world.ended.wait(limits.MPI_TICK_SECONDS):
         world.comm.Iprobe()
 

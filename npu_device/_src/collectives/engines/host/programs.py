@@ -1,4 +1,4 @@
-"""The operations as programs: the rounds in which the members of a group exchange their values, whatever carries them.
+"""The rounds of each kind of transfer, in which the members of a group exchange their values, whatever carries them.
 
 Reductions add in the order of the ranks, element by element, so that every rank gets the same bits, however the data
 was split into rounds.
@@ -25,12 +25,10 @@ from npu_device._src.collectives.dtypes import (
 from npu_device._src.collectives.engines.host.buffers import ALIGNMENT
 from npu_device._src.collectives.engines.host.channel import (
     Channel,
-    Head,
-    Program,
     Round,
+    Rounds,
     Span,
     Stream,
-    compares,
     ignore,
 )
 
@@ -49,18 +47,16 @@ def reduce(
     dtype: np.dtype,
     reduction: str,
     readers: Sequence[int],
-    head: Head | None,
-) -> Program:
+) -> Rounds:
     """Reduce a stream to its readers, all members or one, each of which has a ``result`` as long as the stream."""
     stream, fold, scale = _prepared(channel, stream, dtype, reduction)
     is_read_whole = (
         stream.length * stream.dtype.itemsize <= _SCATTER_FROM_BYTES or len(readers) == 1
     )
     if channel.size == 2 or (channel.reaches_all and is_read_whole):
-        return channel.run(_reduce_at_each_reader(channel, stream, result, readers, fold), head)
+        return _reduce_at_each_reader(channel, stream, result, readers, fold)
     wire = _wire_of(channel, stream, dtype, scale)
-    shared = _ScatterGatherReduction(channel, stream, result, readers, fold, wire)
-    return channel.run(shared.rounds(), head)
+    return _ScatterGatherReduction(channel, stream, result, readers, fold, wire).rounds()
 
 
 def reduce_to_owners(
@@ -70,27 +66,23 @@ def reduce_to_owners(
     result: np.ndarray,
     dtype: np.dtype,
     reduction: str,
-    head: Head | None,
-) -> Program:
+) -> Rounds:
     """Reduce a stream, of which each member gets a piece into its ``result``: the elements from its bound to the next
     one. They have the bits that ``reduce`` gives in memory.
     """
     stream, fold, _ = _prepared(channel, stream, dtype, reduction)
     rank = channel.rank
 
-    def rounds() -> Iterator[Round]:
-        for spans in _spans_of_pieces(channel, stream, bounds):
-            start, end = spans[rank]
-            output = result[start - bounds[rank] : end - bounds[rank]]
-            read = partial(fold_own, (start, end), output)
-            yield Round(stream.dtype, spans, range(channel.size), stream, read=read, kept=rank)
-
     def fold_own(span: Span, output: np.ndarray, rows: Rows) -> None:
         values = list(rows)
         values[rank] = stream.slice(*span, channel.buffers)
         fold(values, output=output)
 
-    return channel.run(rounds(), head)
+    for spans in _spans_of_pieces(channel, stream, bounds):
+        start, end = spans[rank]
+        output = result[start - bounds[rank] : end - bounds[rank]]
+        read = partial(fold_own, (start, end), output)
+        yield Round(stream.dtype, spans, range(channel.size), stream, read=read, kept=rank)
 
 
 def _spans_of_pieces(
@@ -136,7 +128,7 @@ def _prepared(
 
 def _reduce_at_each_reader(
     channel: Channel, stream: Stream, result: np.ndarray | None, readers: Sequence[int], fold: Fold
-) -> Iterator[Round]:
+) -> Rounds:
     """Let each reader reduce everything: no member does work for another."""
     members = range(channel.size)
     for start, end in _chunks(stream.length, channel.slot_bytes // stream.dtype.itemsize):
@@ -222,7 +214,7 @@ class _ScatterGatherReduction:
             slot = channel.slot_bytes // wire.dtype.itemsize
             self._piece = min(slot, max(self._chunk, slot // self._chunk * self._chunk))
 
-    def rounds(self) -> Iterator[Round]:
+    def rounds(self) -> Rounds:
         """Return the rounds of all blocks."""
         blocks = _chunks(self._stream.length, self._piece * self._channel.size)
         return _pipelined((self._block(*block) for block in blocks), self._channel.ahead)
@@ -240,7 +232,7 @@ class _ScatterGatherReduction:
         pieces = [block[low - start : high - start] for low, high in zip(bounds, bounds[1:])]
         return self._scatter(bounds, pieces[self._channel.rank]), self._gather(start, block, pieces)
 
-    def _scatter(self, bounds: Sequence[int], piece: np.ndarray) -> Iterator[Round]:
+    def _scatter(self, bounds: Sequence[int], piece: np.ndarray) -> Rounds:
         """Yield the rounds in which each member reads all members' values of its piece, and reduces them."""
         rank = self._channel.rank
         members = range(self._channel.size)
@@ -277,7 +269,7 @@ class _ScatterGatherReduction:
         self._wire.decode(block, result)
 
 
-def _pipelined(blocks: Iterable[tuple[Iterable[Round], Round]], ahead: int) -> Iterator[Round]:
+def _pipelined(blocks: Iterable[tuple[Iterable[Round], Round]], ahead: int) -> Rounds:
     """Yield the rounds of blocks. Each block begins with some rounds, and ends with one whose source comes from those:
     it follows ``ahead`` rounds later, so that nobody waits for it.
     """
@@ -297,19 +289,17 @@ def _pipelined(blocks: Iterable[tuple[Iterable[Round], Round]], ahead: int) -> I
 # Moves
 
 
-def broadcast(
-    channel: Channel, stream: Stream, result: np.ndarray | None, root: int, head: Head | None
-) -> Program:
+def broadcast(channel: Channel, stream: Stream, result: np.ndarray | None, root: int) -> Rounds:
     """Send the stream of the root into the ``result`` of all other members."""
     spread = _spread_by_relays
     if channel.reaches_all or channel.size == 2:
         spread = _spread_at_once
-    return channel.run(spread(channel, stream, result, root), head)
+    return spread(channel, stream, result, root)
 
 
 def _spread_at_once(
     channel: Channel, stream: Stream, result: np.ndarray | None, root: int
-) -> Iterator[Round]:
+) -> Rounds:
     source = None
     if channel.rank == root:
         source = stream
@@ -323,7 +313,7 @@ def _spread_at_once(
 
 def _spread_by_relays(
     channel: Channel, stream: Stream, result: np.ndarray | None, root: int
-) -> Iterator[Round]:
+) -> Rounds:
     """The root sends each other member a piece of a chunk, which that one then sends to the rest."""
     source = None
     if channel.rank == root:
@@ -352,84 +342,61 @@ def _spread_by_relays(
     return _pipelined((block(*span) for span in _chunks(stream.length, chunk)), channel.ahead)
 
 
-def all_gather(
-    channel: Channel, rows: np.ndarray, result: np.ndarray, head: Head | None
-) -> Program:
+def all_gather(channel: Channel, rows: np.ndarray, result: np.ndarray) -> Rounds:
     """Gather all members' ``rows``, one of each, shape [n], into ``result``, shape [size, n]."""
     result[channel.rank] = rows
     stream = Stream([rows.shape], rows.dtype, [rows])
-    return _spread(channel, stream, list(result), [len(rows)] * channel.size, head)
+    return _spread(channel, stream, list(result), [len(rows)] * channel.size)
 
 
 def broadcast_from_owners(
-    channel: Channel, stream: Stream, results: Sequence[np.ndarray], head: Head | None
-) -> Program:
+    channel: Channel, stream: Stream, results: Sequence[np.ndarray]
+) -> Rounds:
     """Send the stream of each member to all others: into its row of ``results``, which is as long as that stream. This
     member has its stream already, and its row isn't used.
     """
     lengths = list(map(len, results))
     lengths[channel.rank] = stream.length
-    return _spread(channel, stream, results, lengths, head)
+    return _spread(channel, stream, results, lengths)
 
 
 def _spread(
-    channel: Channel,
-    stream: Stream,
-    results: Sequence[np.ndarray],
-    lengths: Sequence[int],
-    head: Head | None,
-) -> Program:
+    channel: Channel, stream: Stream, results: Sequence[np.ndarray], lengths: Sequence[int]
+) -> Rounds:
     """Send the stream of each member to all others, given how many elements each one sends."""
     rank = channel.rank
-
-    def rounds() -> Iterator[Round]:
-        for start, end in _chunks(max(lengths), channel.slot_bytes // stream.dtype.itemsize):
-            publishers = [member for member, length in enumerate(lengths) if length > start]
-            targets = {
-                member: results[member][start:end] for member in publishers if member != rank
-            }
-            span = (min(start, lengths[rank]), min(end, lengths[rank]))
-            source = None
-            if rank in publishers:
-                source = stream
-            yield Round(stream.dtype, [span], publishers, source, targets=targets)
-
-    return channel.run(rounds(), head)
+    for start, end in _chunks(max(lengths), channel.slot_bytes // stream.dtype.itemsize):
+        publishers = [member for member, length in enumerate(lengths) if length > start]
+        targets = {member: results[member][start:end] for member in publishers if member != rank}
+        span = (min(start, lengths[rank]), min(end, lengths[rank]))
+        source = None
+        if rank in publishers:
+            source = stream
+        yield Round(stream.dtype, [span], publishers, source, targets=targets)
 
 
-def all_to_all(
-    channel: Channel, rows: np.ndarray, result: np.ndarray, head: Head | None
-) -> Program:
+def all_to_all(channel: Channel, rows: np.ndarray, result: np.ndarray) -> Rounds:
     """Send row i of ``rows`` to member i, and receive row i of ``result`` from member i: both [size, n]."""
     size, length = rows.shape
     source = Stream([(rows.size,)], rows.dtype, [rows.reshape(-1)])
     members = range(size)
-    result[channel.rank] = rows[channel.rank]
-
-    def rounds() -> Iterator[Round]:
-        for start, end in _chunks(length, channel.slot_bytes // rows.dtype.itemsize // size):
-            spans = [(member * length + start, member * length + end) for member in members]
-            targets = _targets(channel, result, start, end)
-            yield Round(rows.dtype, spans, members, source, targets=targets)
-
-    return channel.run(rounds(), head)
+    rank = channel.rank
+    result[rank] = rows[rank]
+    for start, end in _chunks(length, channel.slot_bytes // rows.dtype.itemsize // size):
+        spans = [(member * length + start, member * length + end) for member in members]
+        senders = _other_members(channel, rank)
+        targets = {member: result[member, start:end] for member in senders}
+        yield Round(rows.dtype, spans, members, source, targets=targets)
 
 
-def meet(channel: Channel, head: Head | None) -> Program:
+def meet(channel: Channel, is_agreed: bool) -> Rounds:
     """Exchange only the heads, if the members haven't agreed on the call."""
-    rounds = []
-    if head is not None and compares(head):
-        rounds = [Round(np.dtype(np.uint8), [(0, 0)], [])]
-    return channel.run(iter(rounds), head)
+    if not is_agreed:
+        yield Round(np.dtype(np.uint8), [(0, 0)], [])
 
 
 def _other_members(channel: Channel, member: int) -> list[int]:
     return [(member + step) % channel.size for step in range(1, channel.size)]
-
-
-def _targets(channel: Channel, result: np.ndarray, start: int, end: int) -> dict[int, np.ndarray]:
-    members = _other_members(channel, channel.rank)
-    return {member: result[member, start:end] for member in members}
 
 
 def _chunks(length: int, limit: int) -> Iterator[Span]:

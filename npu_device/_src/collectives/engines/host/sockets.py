@@ -3,8 +3,8 @@
 The thread that waits for a message advances all messages of the mesh: it sends what the kernel takes, and receives what
 has come, so that members that send to each other at the same time never wait for each other's buffers.
 
-The connections are made in a thread of their own when the group's first operation starts, so that nothing else waits
-for them; operations do not proceed before.
+The connections are made in a thread of their own when the group's first transfer starts, so that nothing else waits for
+them; transfers do not proceed before.
 """
 
 from __future__ import annotations
@@ -265,7 +265,7 @@ class SocketMesh(MessageChannel):
 
 
 # The members' heads, and beside them little data: one round, in which every member gets all of it. The message always
-# has the same form, whatever the operation, so that members whose calls differ find that out.
+# has the same form, whatever the collective, so that members whose calls differ find that out.
 
 _HEAD = struct.Struct(f"<{channel.HEAD_WORDS}i")
 _PURPOSE = 1
@@ -342,7 +342,7 @@ class SmallMessages(SocketMesh):
         values = np.zeros(length, exchange.dtype)
         if values.nbytes > self.slot_bytes:
             raise AssertionError(
-                f"{values.nbytes} bytes don't fit into a message; routes.route_of is wrong"
+                f"{values.nbytes} bytes don't fit into a message; agreed_engine.route_of is wrong"
             )
         if exchange.source is not None:
             exchange.fill(values)

@@ -15,8 +15,9 @@ import threading
 import time
 from collections import deque
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Callable, NamedTuple
+from typing import Any, Callable
 
 import numpy as np
 import tensorflow as tf
@@ -24,10 +25,15 @@ import tensorflow as tf
 from npu_device._src import environment
 from npu_device._src.cluster.time_limits import CHECK_SECONDS
 from npu_device._src.collectives.call import Terms
+from npu_device._src.collectives.dtypes import ArrayList
 from npu_device._src.collectives.engines.context import EngineContext
 from npu_device._src.collectives.engines.host.buffers import BufferPool
 from npu_device._src.collectives.engines.host.host_engine import ArrayEngine, GraphOrders
-from npu_device._src.collectives.engines.host.queue import Finish, OnArrays, ProgramMaker, refusal
+from npu_device._src.collectives.engines.host.queue import (
+    ArrayTransfer,
+    Finished,
+    Prepared,
+)
 from npu_device._src.collectives.group import Group
 
 _MOST_IDLE = 4  # idle connections of a pair
@@ -35,15 +41,28 @@ _CONTENT = struct.Struct("<iiiq")
 """What both sides must agree on: the call's fingerprint and shapes, and the bytes."""
 
 
-class _Transfer(NamedTuple):
-    """One send or receive of this rank: flat bytes, to be sent or to be filled; the future is when it ended."""
+@dataclass(eq=False)
+class PairTransfer:
+    """One send or receive of this rank, whose bytes are to be sent or to be filled.
 
-    number: int  # identifies the group, the tag and the direction
+    Attributes:
+        number: identifies the group, the tag and the direction.
+        is_moved_at_finish: by the thread that finishes it, as no other transfer of the number comes before it.
+        ended: when it ended, in ns since the epoch.
+    """
+
+    number: int
     sends: bool
     data: np.ndarray
-    content: bytes
-    refuse: Callable[[], Exception]
-    ended: Future[int]
+    results: ArrayList
+    terms: Terms
+    position: int  # position of the call in the group
+    is_moved_at_finish: bool = False
+    ended: Future[int] = field(default_factory=Future)
+
+    @property
+    def content(self) -> bytes:
+        return _CONTENT.pack(*self.terms.fingerprint, int(self.terms.shapes), self.data.nbytes)
 
 
 class PairQueue:
@@ -60,40 +79,41 @@ class PairQueue:
         self._rank = pair.ranks[1 - pair.rank]
         self._count = context.counts.of(pair)
         self._lock = threading.Lock()
-        self._queues: dict[int, deque[_Transfer]] = {}
+        self._queues: dict[int, deque[PairTransfer]] = {}
         self.idle: dict[int, socket.socket] = {}
         self._closed = False
         context.peers.open()
 
     def start(
         self,
-        operation: OnArrays,
-        terms: Terms | None,
-        arrays: list[np.ndarray],
+        transfer: ArrayTransfer,
+        terms: Terms,
+        arrays: ArrayList,
         *,
         computes_meanwhile: bool,
-    ) -> Finish:
-        assert terms is not None
-        act, results = operation.prepare(arrays, self._context.buffers)
-        refuse = partial(refusal, terms, self._count.begin(terms))
-        transfer: _Transfer = act(head=(*terms.head, int(terms.shapes)), refuse=refuse)
+    ) -> PairTransfer:
+        make_transfer, results = transfer.prepare(arrays, self._context.buffers)
+        position = self._count.begin(terms)
+        started: PairTransfer = make_transfer(results, terms, position)
         with self._lock:
-            queue = self._queues.setdefault(transfer.number, deque())
-            queue.append(transfer)
+            queue = self._queues.setdefault(started.number, deque())
+            queue.append(started)
             is_first = len(queue) == 1
         # A later transfer needs no thread: whoever moves the first one goes on to it.
         if is_first and computes_meanwhile:
             self._move_in_a_thread(queue)
+        started.is_moved_at_finish = is_first and not computes_meanwhile
+        return started
 
-        def finish() -> tuple[int, list[np.ndarray]]:
-            try:
-                if is_first and not computes_meanwhile and self._move_first(queue):
+    def finish(self, started: PairTransfer) -> Finished:
+        try:
+            if started.is_moved_at_finish:
+                queue = self._queues[started.number]
+                if self._move_first(queue):
                     self._move_in_a_thread(queue)
-                return transfer.ended.result(), results
-            finally:
-                self._count.end()
-
-        return finish
+            return started.ended.result(), started.results
+        finally:
+            self._count.end()
 
     def close(self) -> None:
         with self._lock:
@@ -101,14 +121,14 @@ class PairQueue:
             for connection in self.idle.values():
                 connection.close()
 
-    def _move_in_a_thread(self, queue: deque[_Transfer]) -> None:
+    def _move_in_a_thread(self, queue: deque[PairTransfer]) -> None:
         def run() -> None:
             while self._move_first(queue):
                 pass
 
         threading.Thread(target=run, name="npu_device-transfers", daemon=True).start()
 
-    def _move_first(self, queue: deque[_Transfer]) -> bool:
+    def _move_first(self, queue: deque[PairTransfer]) -> bool:
         """Move the first transfer of a queue; return whether more of them wait."""
         transfer = queue[0]
         try:
@@ -122,7 +142,7 @@ class PairQueue:
                 del self._queues[transfer.number]
             return bool(queue)
 
-    def _move(self, transfer: _Transfer) -> None:
+    def _move(self, transfer: PairTransfer) -> None:
         try:
             move = self._receive
             if transfer.sends:
@@ -132,9 +152,9 @@ class PairQueue:
             # Why the other rank has gone explains more than the error of the socket.
             self._context.peers.raise_for(self._rank, str(error))
         if not agrees:
-            raise transfer.refuse()
+            raise transfer.terms.refuse(transfer.position)
 
-    def _send(self, transfer: _Transfer) -> bool:
+    def _send(self, transfer: PairTransfer) -> bool:
         """Send; return whether the other rank expected that."""
         patience = environment.NPU_DEVICE_STALL_TIMEOUT.get()
         # A connection leaves the table while it is used: one that fails must not be used again.
@@ -160,7 +180,7 @@ class PairQueue:
             self._keep(transfer.number, connection, closing)
             return bool(agrees)
 
-    def _receive(self, transfer: _Transfer) -> bool:
+    def _receive(self, transfer: PairTransfer) -> bool:
         """Receive; return whether the other rank sends what is expected."""
         while True:
             connection = self.idle.pop(transfer.number, None)
@@ -232,36 +252,29 @@ class Pairs(ArrayEngine):
     def queue_of(self, group: Group) -> PairQueue:
         return PairQueue(self._context, group)
 
-    def send(self, terms: Terms | None, tensor: tf.Tensor, pair: Group) -> tf.Tensor:
+    def send(self, tensor: tf.Tensor, pair: Group, terms: Terms) -> tf.Tensor:
         """Send to the other rank of a pair; return a tensor that is ready once the other rank has received."""
 
-        def prepare(arrays: list[np.ndarray], _: BufferPool) -> ProgramMaker:
+        def prepare(arrays: ArrayList, _: BufferPool) -> Prepared:
             vector = np.ascontiguousarray(arrays[0])
-            return partial(_transfer, pair, True, vector), [np.array(0, np.int32)]
+            return _maker(pair, True, vector), [np.array(0, np.int32)]
 
-        operation = OnArrays([tf.TensorSpec([], tf.int32)], prepare)
-        [[sent]] = self.run(terms, pair, [operation], [[tensor]])
+        transfer = ArrayTransfer([tf.TensorSpec([], tf.int32)], prepare)
+        [[sent]] = self.run(pair, [transfer], [[tensor]], terms)
         return sent
 
-    def receive(self, terms: Terms | None, like: tf.TensorSpec, pair: Group) -> tf.Tensor:
+    def receive(self, spec: tf.TensorSpec, pair: Group, terms: Terms) -> tf.Tensor:
         """Return the tensor that the other rank of a pair sends; this rank knows its shape and dtype."""
 
-        def prepare(_: list[np.ndarray], buffers: BufferPool) -> ProgramMaker:
-            shape = tuple(like.shape.as_list())
-            received = buffers.array(shape, np.dtype(like.dtype.as_numpy_dtype))
-            return partial(_transfer, pair, False, received), [received]
+        def prepare(_: ArrayList, buffers: BufferPool) -> Prepared:
+            shape = tuple(spec.shape.as_list())
+            received = buffers.array(shape, np.dtype(spec.dtype.as_numpy_dtype))
+            return _maker(pair, False, received), [received]
 
-        [[received]] = self.run(terms, pair, [OnArrays([like], prepare)], [[]])
+        [[received]] = self.run(pair, [ArrayTransfer([spec], prepare)], [[]], terms)
         return received
 
 
-def _transfer(
-    pair: Group,
-    sends: bool,
-    data: np.ndarray,
-    head: tuple[int, ...],
-    refuse: Callable[[], Exception],
-) -> _Transfer:
-    flat = data.reshape(-1).view(np.uint8)
-    content = _CONTENT.pack(*head, flat.nbytes)
-    return _Transfer(pair.of_one_order().number, sends, flat, content, refuse, Future())
+def _maker(pair: Group, sends: bool, array: np.ndarray) -> partial[PairTransfer]:
+    flat = array.reshape(-1).view(np.uint8)
+    return partial(PairTransfer, pair.of_one_order().number, sends, flat)

@@ -1,4 +1,4 @@
-"""The operations of an engine, composed of TensorFlow's kernels: lists, every dtype, any number of elements.
+"""What an engine offers, composed of TensorFlow's kernels: lists, every dtype, any number of elements.
 
 TensorFlow's kernels support few dtypes, and crash the process on tensors without elements (seen with TensorFlow 2.20).
 Narrow integers are reduced as wider ones, data that is only moved is sent as 32-bit words, and never without elements.
@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from npu_device._src.collectives import dtypes
-from npu_device._src.collectives.call import Terms
+from npu_device._src.collectives.call import AGREED, Terms
 from npu_device._src.collectives.dtypes import Count, TensorList, Tensors, Wire, fold, sum_dtype
 from npu_device._src.collectives.engines.context import EngineContext
 from npu_device._src.collectives.engines.tensorflow.kernels import MOVE_DTYPES, Kernels
@@ -36,7 +36,7 @@ _Move = Callable[[tf.Tensor], tf.Tensor]
 
 
 class TensorFlowEngine:
-    """TensorFlow's collectives; see ``engines.Engine``. The ranks have agreed on a call before: there are no terms."""
+    """TensorFlow's collectives; see ``engines.Engine``. The ranks have agreed on a call before."""
 
     def __init__(self, context: EngineContext) -> None:
         self._context = context
@@ -44,30 +44,30 @@ class TensorFlowEngine:
 
     def all_reduce(
         self,
-        terms: Terms | None,
         segments: Sequence[Tensors],
         reduction: str,
         group: Group,
         wire: Wire,
+        terms: Terms = AGREED,
     ) -> list[TensorList]:
         return [self._all_reduce_segment(segment, reduction, group, wire) for segment in segments]
 
-    def all_gather(self, terms: Terms | None, row: tf.Tensor, group: Group) -> tf.Tensor:
+    def all_gather(self, row: tf.Tensor, group: Group, terms: Terms = AGREED) -> tf.Tensor:
         return _carried(
             row[tf.newaxis], lambda carrier: self.kernels.all_gather(carrier, group), group.size
         )
 
-    def all_to_all(self, terms: Terms | None, rows: tf.Tensor, group: Group) -> tf.Tensor:
+    def all_to_all(self, rows: tf.Tensor, group: Group, terms: Terms = AGREED) -> tf.Tensor:
         return _carried(rows, lambda carrier: self.kernels.all_to_all(carrier, group), group.size)
 
     def reduce(
-        self, terms: Terms | None, tensors: Tensors, reduction: str, root: int, group: Group
+        self, tensors: Tensors, reduction: str, root: int, group: Group, terms: Terms = AGREED
     ) -> TensorList:
         """Reduce to all ranks: TensorFlow has nothing else."""
         return self._all_reduce_segment(tensors, reduction, group, None)
 
     def broadcast(
-        self, terms: Terms | None, tensors: Tensors, root: int, group: Group
+        self, tensors: Tensors, root: int, group: Group, terms: Terms = AGREED
     ) -> TensorList:
         """Return the root's tensors on every rank, in few large transfers; all have the same shapes and dtypes."""
         results: TensorList = []
@@ -157,11 +157,11 @@ class TensorFlowEngine:
         count = _count(flat)
         # Every rank reduces a block, so the number of elements must be a multiple of the ranks.
         padded = tf.pad(narrow(flat, shares[group.rank]), [[0, -count % size]])
-        received = self.all_to_all(None, tf.reshape(padded, [size, -1]), group)
+        received = self.all_to_all(tf.reshape(padded, [size, -1]), group)
         received = tf.unstack(received, num=size)
         rows = [widen(row, share) for row, share in zip(received, shares)]
         block = narrow(fold(rows, fold_reduction), divisor)
-        gathered = tf.reshape(self.all_gather(None, block, group), [-1])[:count]
+        gathered = tf.reshape(self.all_gather(block, group), [-1])[:count]
         return tf.reshape(tf.cast(widen(gathered, scale), tensor.dtype), _shape(tensor))
 
 
@@ -255,11 +255,11 @@ def pack_words(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
     return tf.concat(words, axis=0)
 
 
-def unpack_words(vector: tf.Tensor, like: Sequence[tf.Tensor]) -> TensorList:
-    """Reverse ``pack_words``; ``like`` gives the shapes and dtypes."""
+def unpack_words(vector: tf.Tensor, originals: Sequence[tf.Tensor]) -> TensorList:
+    """Reverse ``pack_words``; with the shapes and dtypes of the originals."""
     tensors = []
-    lengths = list(map(words_of, like))
-    for words, tensor in zip(tf.split(vector, lengths, num=len(like)), like):
+    lengths = list(map(words_of, originals))
+    for words, tensor in zip(tf.split(vector, lengths, num=len(originals)), originals):
         flat = from_words(words[tf.newaxis], tensor.dtype, _count(tensor))
         tensors.append(tf.ensure_shape(tf.reshape(flat, _shape(tensor)), tensor.shape))
     return tensors

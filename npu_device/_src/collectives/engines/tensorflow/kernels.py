@@ -56,7 +56,7 @@ class KeySequence:
         )
 
     def draw(self, call: Hashable, dtype: tf.DType, shape: tf.TensorShape | tf.Tensor) -> tf.Tensor:
-        """Return the next key, int32, for what TensorFlow remembers with a key: the operation and its root (``call``),
+        """Return the next key, int32, for what TensorFlow remembers with a key: the collective and its root (``call``),
         and dtype and shape of the tensor that is sent; the shape is a vector if only the running graph knows it.
         """
         static_shape = None

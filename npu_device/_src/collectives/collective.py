@@ -1,6 +1,6 @@
-"""One call of a collective operation: the ranks agree on it, and its body moves the data through the agreed engine.
+"""One call of a collective: the ranks agree on it, and its body moves the data through the agreed engine.
 
-One ``Operation`` serves the three ways to run it. In eager mode and in a ``tf.function`` the ranks agree on the call
+One ``Collective`` serves the three ways to run it. In eager mode and in a ``tf.function`` the ranks agree on the call
 before data moves, or with the first data, and the body runs. In a graph for a session the call becomes an operation of
 that graph (``sessions``), which does the same eagerly when the graph runs.
 """
@@ -26,14 +26,14 @@ from npu_device._src.collectives.sessions import InSession
 
 
 @dataclass(frozen=True)
-class Operation:
-    """One call of an operation, with checked arguments.
+class Collective:
+    """One call of a collective, with checked arguments.
 
     Attributes:
         values: what the ranks compare: dense tensors, their specs, ``tf.IndexedSlices`` and ``None``.
         body: moves the data, given the engine of the call and the inputs.
         inputs: the values and what else the body is given; None for the values only.
-        results: returns the specs of the results, in their structure; None for an operation that returns nothing.
+        results: returns the specs of the results, in their structure; None for a collective that returns nothing.
         details: whatever else must be the same on every rank.
         ragged: the first dimension of the values may differ among the ranks.
         has_owners: some of the values are those of one rank each.
@@ -52,7 +52,7 @@ class Operation:
     gradient: Optional[Callable[[Sequence[tf.Tensor]], Sequence[tf.Tensor]]] = None
 
     def run(self, job: Job, call: Call | None = None) -> Any:
-        """Run the operation, and return its results. Every rank of the group calls this.
+        """Run the collective, and return its results. Every rank of the group calls this.
 
         ``call`` describes the call if it was made elsewhere: in the graph of the session that runs it. In a tf.function
         a MismatchError is raised as an error of the function, with the same text.
@@ -72,7 +72,7 @@ class Operation:
             # In a graph, the operations check when they run.
             job.health.check(group.name, group.ranks)
         else:
-            require_order(f"rank {job.cluster.rank}: {call.operation} was called at {call.line}")
+            require_order(f"rank {job.cluster.rank}: {call.collective} was called at {call.line}")
         if group.tag is not None:
             # Each tag keeps its own order, whichever threads send and receive.
             call = replace(call, thread="")
@@ -87,8 +87,8 @@ class Operation:
                 number = job.threads.number_at_each_call(group, exchange)
                 terms = terms._replace(shapes=tf.convert_to_tensor(terms.shapes, tf.int32) + number)
             route = route_of(job, group, self.values, self.ragged, self.has_owners)
-            engine = AgreedEngine(job, group, terms, route)
-            if route is None:
+            engine = AgreedEngine(job, group, terms, route.in_message)
+            if route.compares_first:
                 # A message of its own comes before the data, which may have any size.
                 with tf.control_dependencies(engine.compare()):
                     return self.body(engine, *inputs)
@@ -170,7 +170,7 @@ class _FromFirst:
         def body(engine: AgreedEngine, tensor: tf.Tensor) -> list[tf.Tensor]:
             return engine.broadcast([tensor], 0)
 
-        [sent] = Operation(call.operation, group, [tensor], body).run(self._job, call)
+        [sent] = Collective(call.collective, group, [tensor], body).run(self._job, call)
         return sent
 
 
@@ -192,7 +192,7 @@ class _ExchangeOfThreads:
         try:
             with tf.init_scope(), tf.device("CPU:0"):
                 row = tf.constant([numbers], tf.int64)
-                exchange = Operation("first_of_thread", self._group, [], body, [row])
+                exchange = Collective("first_of_thread", self._group, [], body, [row])
                 rows = exchange.run(self._job, call)
         except PeerError as error:
             if not self._in_function:
@@ -206,7 +206,7 @@ class _ExchangeOfThreads:
 def _require_no_xla(job: Job, call: Call) -> None:
     if not tf.executing_eagerly() and compat.compiled_by_xla():
         raise RuntimeError(
-            f"rank {job.cluster.rank}: {call.operation} was called at {call.line} in a function that XLA compiles "
+            f"rank {job.cluster.rank}: {call.collective} was called at {call.line} in a function that XLA compiles "
             "(jit_compile=True), where a rank can't wait for the others.\n"
             "What to do: leave jit_compile out of tf.function; pass jit_compile=False to model.compile (on a GPU, "
             "Keras 3 turns XLA on by itself); or use npu.distribute.replicate(model), which turns it off."
