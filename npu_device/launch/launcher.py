@@ -87,7 +87,7 @@ def _alone(launch: Launch) -> int:
         attempt.outcomes[launch.options.node_rank] = outcome
         attempt.step = launch.step()
         decision = ledger.add(attempt)
-        if decision.wait is None:
+        if decision.is_over:
             last_copy.write_alone(launch, ledger.count)
             say(ledger.last_words(decision.text))
             return outcome.code

@@ -48,7 +48,7 @@ from npu_device.launch.preparation import (
 
 _MOST_EVENTS = 1000  # messages that wait; who sends more waits, too
 # Node 0 leaves a job that goes on when its npurun is started again.
-_NOT_OVER = Decision(RESUMABLE, 0.0, "")
+_NOT_OVER = Decision(RESUMABLE)
 
 
 class _Received(NamedTuple):
@@ -124,10 +124,11 @@ class Leader:
             if decision is not _NOT_OVER:
                 self._write_copies()
         except Exception:
-            decision = Decision(FAILED, None, f"npurun failed on node 0:\n{traceback.format_exc()}")
+            text = f"npurun failed on node 0:\n{traceback.format_exc()}"
+            decision = Decision(FAILED, text, is_over=True)
         words = self._ledger.last_words(decision.text)
         for node, link in self._links.items():
-            if decision.wait is None:
+            if decision.is_over:
                 link.end(JobEnd(decision.code, words))
             elif node == 0:
                 link.end(NodeEnd(decision.code, words))
@@ -148,7 +149,7 @@ class Leader:
         while True:
             nodes = self._gather(wait)
             if self._signal is not None:
-                return Decision(128 + self._signal, None, "")
+                return Decision(128 + self._signal, is_over=True)
             if self._is_leaving:
                 return _NOT_OVER
             if nodes is None:
@@ -156,12 +157,12 @@ class Leader:
             try:
                 rendezvous = prepare_rendezvous(self._options, self._ledger.count, nodes)
             except START_ERRORS as error:
-                return Decision(USAGE, None, str(error))
+                return Decision(USAGE, str(error), is_over=True)
             self._note_change(nodes)
             with rendezvous:
                 decision = self._run_attempt(rendezvous)
             newest = self._attempt
-            if decision.wait is None or 0 in newest.preempted:
+            if decision.is_over or 0 in newest.preempted:
                 return decision
             rendezvous.end()
             # Nodes of the last attempt are worth waiting for; others join if they come.
@@ -190,11 +191,11 @@ class Leader:
             code = self._attempt.code
         return Decision(
             code,
-            None,
             f"node(s) {ranges(self._all - self._idle)} did not come within {options.rejoin_timeout:g} s "
             f"(--rejoin-timeout); there are only {ranges(self._idle)}, and the job needs {options.fewest_nodes}.\n"
             "What to do: look at the output of npurun on these nodes; let the cluster start npurun there "
             f"again; or allow fewer nodes (--nnodes MIN:{options.nnodes}).",
+            is_over=True,
         )
 
     def _gather(self, wait: float) -> tuple[int, ...] | None:

@@ -60,9 +60,12 @@ class AttemptRecord:
 
 
 class Decision(NamedTuple):
+    """Whether the job is over after an attempt, or another one follows."""
+
     code: int  # the job's exit code, if it is over
-    wait: float | None  # seconds until the next attempt; None if the job is over
-    text: str  # what the user is told; may be empty
+    text: str = ""  # what the user is told
+    wait: float = 0.0  # seconds until the next attempt
+    is_over: bool = False
 
 
 class Ledger:
@@ -123,15 +126,15 @@ class Ledger:
         is_over = newest.code == 0 or is_interrupted or set(newest.nodes) <= set(newest.taken_away)
         may_restart = newest.taken_away or (newest.code != RESUMABLE and restarts > 0)
         if newest.is_planned and not is_over:
-            return Decision(newest.code, 0.0, "")
+            return Decision(newest.code)
         if newest.rejected and not is_over:
             text = f"a join of {_nodes(newest.rejected)} has failed, which costs no restart: {newest.why}"
-            return Decision(newest.code, self._options.restart_backoff, text)
+            return Decision(newest.code, text, self._options.restart_backoff)
         if is_over or not may_restart:
-            return Decision(newest.code, None, "")
+            return Decision(newest.code, is_over=True)
         obstacle = _obstacle(newest, failures) or used_up(self._options, len(failures), preemptions)
         if obstacle:
-            return Decision(newest.code, None, f"no restart: {obstacle}")
+            return Decision(newest.code, f"no restart: {obstacle}", is_over=True)
         wait = self._options.restart_backoff
         if newest.taken_away:
             text = f"preemption {preemptions}, which costs no restart: {newest.why}"
@@ -145,7 +148,7 @@ class Ledger:
             # The limit keeps the power from becoming huge.
             wait = min(wait * 2 ** min(fruitless, 10), LONGEST_BACKOFF_SECONDS)
             text = f"restart {len(failures)} of {restarts} in {wait:g} s: {newest.why}"
-        return Decision(newest.code, wait, text)
+        return Decision(newest.code, text, wait)
 
 
 def _obstacle(newest: AttemptRecord, failures: Sequence[AttemptRecord]) -> str:
