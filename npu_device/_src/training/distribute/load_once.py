@@ -1,8 +1,8 @@
 """``npu.distribute.load_once``: one rank of each host loads data, and all its ranks map them.
 
-A host stands for ranks that share memory. Its lowest rank loads, puts arrays and the packed rest into memory, and
-writes into the store where that is, or the error. Every rank reads this of all hosts, so that an error is raised on
-every rank, and the hosts can be compared.
+A host stands for ranks that share memory. Its lowest rank loads, puts the arrays into memory, and the packed skeleton
+of the result behind them. It writes a note into the store: where that is, or the error. Every rank reads the notes of
+all hosts, so that an error is raised on every rank, and the hosts can be compared.
 """
 
 from __future__ import annotations
@@ -41,6 +41,11 @@ from npu_device._src.world.world import World
 
 _log = logging.getLogger("npu_device")
 _UNITS = ("B", "kB", "MB", "GB")
+
+Notes = dict[int, dict[str, Any]]
+"""By its loading rank, where the result of a host lies: ``address`` of the memory, ``packed_bytes`` behind the arrays,
+``array_bytes``, and ``descriptions`` of the arrays. Or the ``error`` of the function.
+"""
 
 
 class _LoadCount:
@@ -84,26 +89,26 @@ def load_once(function: Callable[..., Any], *arguments: Any) -> Any:
 
 def load(world: World, function: Callable[..., Any], *arguments: Any, quiet: bool = False) -> Any:
     """Load as ``load_once`` on several ranks; ``quiet`` without the line at the start."""
-    loads = world.job.made(_LoadCount)
-    loads.count += 1
-    exchange = _Exchange(world, loads.count)
-    if exchange.loads:
-        exchange.publish(function, arguments)
-    notes = exchange.notes()
+    calls = world.job.made(_LoadCount)
+    calls.count += 1
+    load_call = _LoadCall(world, calls.count)
+    if load_call.is_loading_rank:
+        load_call.publish(function, arguments)
+    notes = load_call.notes()
     try:
-        exchange.require_equal(notes)
-        result = exchange.received(notes)
+        load_call.require_equal(notes)
+        result = load_call.received(notes)
         # The memory has no name any more once all ranks have mapped it.
-        exchange.store.gather(exchange.key, None, LATEST_ANSWER_SECONDS)
+        load_call.store.gather(load_call.key, None, LATEST_ANSWER_SECONDS)
     finally:
-        exchange.withdraw()
-    exchange.forget()
+        load_call.withdraw()
+    load_call.delete_note()
     if world.is_main and not quiet:
-        say([_line(world, notes)])
+        say([_sizes_line(world, notes)])
     return result
 
 
-class _Exchange:
+class _LoadCall:
     """One call of ``load_once`` on this rank."""
 
     def __init__(self, world: World, number: int) -> None:
@@ -111,105 +116,112 @@ class _Exchange:
         self.store = world.job.store
         self.key = f"load_once/{number}"
         leaders = world.job.hosts.leaders
-        self.leaders = sorted(set(leaders))
-        self.leader = leaders[world.rank]
-        self.loads = self.leader == world.rank
+        self.loading_ranks = sorted(set(leaders))
+        self.loading_rank = leaders[world.rank]  # the one of this host
+        self.is_loading_rank = self.loading_rank == world.rank
         self._offer: Offer | None = None
-        self._loaded: tuple[Any, list[Place]]  # what the others read
+        # The result without its arrays, and where they lie; on the loading rank.
+        self._loaded: tuple[Any, list[Place]]
 
     def publish(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
         """Run the function, and tell the others where its result is, or its error."""
+        key = self._key_of(self.loading_rank)
         try:
-            note = self._published(function(*arguments))
+            note = self._note_of(function(*arguments))
         except BaseException as error:
             text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-            self.store.set(self._key_of(self.leader), json.dumps({"error": text.rstrip()}))
+            self.store.set(key, json.dumps({"error": text.rstrip()}))
             raise
-        self.store.set(self._key_of(self.leader), json.dumps(note))
+        self.store.set(key, json.dumps(note))
 
-    def _published(self, result: Any) -> dict[str, Any]:
+    def _note_of(self, result: Any) -> dict[str, Any]:
+        """Put a result into memory, and return the note that tells where."""
         numbers: dict[Any, int] = {}
         arrays: list[np.ndarray] = []
         names: list[str] = []
 
-        def taken(array: np.ndarray, name: str) -> np.ndarray:
+        def numbered(array: np.ndarray, name: str) -> np.ndarray:
             require_numbers(array, name)
             # The same array in two places of the result lies in the memory once.
-            numbers_in_memory = (array.ctypes.data, array.shape, array.strides, array.dtype)
-            if numbers.setdefault(numbers_in_memory, len(arrays)) == len(arrays):
+            identity = (array.ctypes.data, array.shape, array.strides, array.dtype)
+            number = numbers.setdefault(identity, len(arrays))
+            if number == len(arrays):
                 arrays.append(array)
                 names.append(name)
-            return np.array(numbers[numbers_in_memory])
+            return np.array(number)
 
-        # Each array in the rest is the number of one in the memory.
-        rest = with_arrays(result, taken)
+        # Each array in the skeleton is the number of one in the memory.
+        skeleton = with_arrays(result, numbered)
         places = places_of(arrays)
-        self._loaded = rest, places
-        content = packed((rest, [tuple(place) for place in places]), self.world.job.cluster.trusted)
+        self._loaded = skeleton, places
+        trusted = self.world.job.cluster.trusted
+        content = packed((skeleton, [tuple(place) for place in places]), trusted)
         self._offer, address = published(arrays, places, content)
-        facts = []
+        descriptions = []
         # Checksums are computed for several hosts only, since that of a GiB takes a second.
-        if len(self.leaders) > 1:
+        if len(self.loading_ranks) > 1:
             memory = memoryview(mapped(address))
             for name, array, place in zip(names, arrays, places):
                 checksum = zlib.crc32(memory[place.offset :][: array.nbytes])
-                facts.append(
+                descriptions.append(
                     f"{name} is {array.dtype} of shape {array.shape}, checksum {checksum:08x}"
                 )
         return {
             "address": address,
-            "rest": len(content),
-            "bytes": sum(array.nbytes for array in arrays),
-            "facts": facts,
+            "packed_bytes": len(content),
+            "array_bytes": sum(array.nbytes for array in arrays),
+            "descriptions": descriptions,
         }
 
-    def notes(self) -> dict[int, dict[str, Any]]:
-        """Return what the loading ranks of all hosts tell; raise on every rank if one of them failed."""
-        notes = {leader: json.loads(self._wait(leader)) for leader in self.leaders}
-        for leader, note in notes.items():
+    def notes(self) -> Notes:
+        """Return the notes of all hosts; raise on every rank if the function failed on one of them."""
+        notes = {rank: json.loads(self._wait_for_note(rank)) for rank in self.loading_ranks}
+        for rank, note in notes.items():
             if "error" in note:
                 self.withdraw()
                 raise ClusterError(
-                    f"rank {self.world.rank}: the function that load_once called failed on rank {leader}:\n"
-                    f"{note['error']}\nWhat to do: fix the error on rank {leader}."
+                    f"rank {self.world.rank}: the function that load_once called failed on rank {rank}:\n"
+                    f"{note['error']}\nWhat to do: fix the error on rank {rank}."
                 )
         return notes
 
-    def _wait(self, leader: int) -> str:
+    def _wait_for_note(self, loading_rank: int) -> str:
         health = self.world.job.health
         began = time.monotonic()
         next_line = began + LOAD_NOTICE_SECONDS
         # One rank is enough to tell that all wait.
-        tells = self.world.rank == (1 if leader == 0 else 0)
+        is_first_waiting = self.world.rank == (1 if loading_rank == 0 else 0)
         while True:
             try:
-                return self.store.get(self._key_of(leader), LOAD_CHECK_SECONDS)
+                return self.store.get(self._key_of(loading_rank), LOAD_CHECK_SECONDS)
             except TimeoutError:
                 health.require_running()
-            if health.has_left(leader):
+            if health.has_left(loading_rank):
                 raise PeerError(
-                    f"rank {leader} has left the job before its load_once, for which rank {self.world.rank} waits.\n"
+                    f"rank {loading_rank} has left the job before its load_once, for which rank {self.world.rank} "
+                    "waits.\n"
                     "What to do: call load_once on every rank."
                 )
-            if tells and time.monotonic() > next_line:
+            if is_first_waiting and time.monotonic() > next_line:
                 next_line += LOAD_NOTICE_SECONDS
-                waited = time.monotonic() - began
                 _log.warning(
                     "load_once: the other ranks have waited %.0f s for the function on rank %d",
-                    waited,
-                    leader,
+                    time.monotonic() - began,
+                    loading_rank,
                 )
 
-    def require_equal(self, notes: dict[int, dict[str, Any]]) -> None:
+    def require_equal(self, notes: Notes) -> None:
         """Raise on every rank if the hosts have loaded different arrays."""
-        facts = [note["facts"] for note in notes.values()]
-        if facts.count(facts[0]) == len(facts):
+        by_rank = {rank: note["descriptions"] for rank, note in notes.items()}
+        lists = list(by_rank.values())
+        if lists.count(lists[0]) == len(lists):
             return
-        different = {
-            leader: [fact for fact in note["facts"] if any(fact not in other for other in facts)]
-            for leader, note in notes.items()
-        }
-        texts = {leader: "; ".join(found) or "no such array" for leader, found in different.items()}
+        # What not all hosts have.
+        common = set(lists[0]).intersection(*lists)
+        texts = {}
+        for rank, descriptions in by_rank.items():
+            differing = [text for text in descriptions if text not in common]
+            texts[rank] = "; ".join(differing) or "no such array"
         lines = "\n".join(self.world.job.cluster.lines(texts))
         raise ClusterError(
             f"load_once: the hosts have loaded different arrays:\n{lines}\n"
@@ -218,31 +230,31 @@ class _Exchange:
             "files."
         )
 
-    def received(self, notes: dict[int, dict[str, Any]]) -> Any:
+    def received(self, notes: Notes) -> Any:
         """Map the memory of this host; return the result with the arrays that lie in it."""
-        note = notes[self.leader]
+        note = notes[self.loading_rank]
         trusted = self.world.job.cluster.trusted
         memory = mapped(Address(*note["address"]))
         # Read on the rank that loads, too, so that what can't be sent is an error on all ranks.
-        if not self.loads or not trusted:
-            content = memory[len(memory) - note["rest"] :]
-            [(rest, places)] = unpacked(content, [f"rank {self.leader}"], trusted)
-        if self.loads:
-            rest, places = self._loaded
+        if not self.is_loading_rank or not trusted:
+            content = memory[len(memory) - note["packed_bytes"] :]
+            [(skeleton, places)] = unpacked(content, [f"rank {self.loading_rank}"], trusted)
+        if self.is_loading_rank:
+            skeleton, places = self._loaded
         arrays = [array_at(memory, Place(*place)) for place in places]
-        return with_arrays(rest, lambda number, name: arrays[int(number)])
+        return with_arrays(skeleton, lambda number, name: arrays[int(number)])
 
     def withdraw(self) -> None:
         if self._offer is not None:
             self._offer.withdraw()
 
-    def forget(self) -> None:
+    def delete_note(self) -> None:
         """Delete the note of this rank; after an error it stays, as others may not have read it yet."""
-        if self.loads:
-            self.store.delete(self._key_of(self.leader))
+        if self.is_loading_rank:
+            self.store.delete(self._key_of(self.loading_rank))
 
-    def _key_of(self, leader: int) -> str:
-        return f"{self.key}/{leader}"
+    def _key_of(self, loading_rank: int) -> str:
+        return f"{self.key}/{loading_rank}"
 
 
 def _read_only(array: np.ndarray, name: str) -> np.ndarray:
@@ -252,21 +264,20 @@ def _read_only(array: np.ndarray, name: str) -> np.ndarray:
     return view
 
 
-def _line(world: World, notes: dict[int, dict[str, Any]]) -> str:
-    """Return the line at the start."""
+def _sizes_line(world: World, notes: Notes) -> str:
+    """Return the line at the start, with the bytes in shared memory and those that each rank has."""
     # Ranks in containers of their own share a host, but no memory.
-    leaders = list(notes)
     hosts = world.job.cluster.hosts
-    if len(leaders) == 1:
+    if len(notes) == 1:
         where = f"once on host {hosts[0]}"
-    elif len(leaders) == len(set(hosts)):
-        where = f"once on each of {len(leaders)} hosts"
+    elif len(notes) == len(set(hosts)):
+        where = f"once on each of {len(notes)} hosts"
     else:
-        where = f"in {len(leaders)} copies, as not all ranks of a host share memory"
-    first = notes[leaders[0]]
+        where = f"in {len(notes)} copies, as not all ranks of a host share memory"
+    first = next(iter(notes.values()))
     return (
-        f"npu_device: load_once  {_size(first['bytes'])} {where}; "
-        f"{_size(first['rest'])} of other objects on each rank"
+        f"npu_device: load_once  {_size(first['array_bytes'])} {where}; "
+        f"{_size(first['packed_bytes'])} of other objects on each rank"
     )
 
 
