@@ -35,7 +35,7 @@ class Facts:
     bits: float | None  # bits per second of the interface; None if unknown
     versions: dict[str, str]  # versions of Python and of installed packages, by name
     layout: list[list[Any]]  # the cores that the process may use, each as the attributes of a Core
-    share: int  # how many of their threads are for this rank
+    share: int  # hardware threads of those cores that are for this rank
     quota: float | None  # CPUs whose time the process gets, None for all
     memory: int  # bytes of the machine
     free: int  # bytes of memory that the machine has free
@@ -62,7 +62,7 @@ class CheckedJob:
     sharing: Sequence[str] = ()
     # The ranks that each rank can't connect to: the address, and why.
     unreachable: Sequence[dict[int, str]] = ()
-    # Seconds of an all_reduce on the slowest host, by size; empty if it has one rank.
+    # Seconds of an all_reduce on the slowest host, by size; empty if each host has one rank.
     within: Sequence[float] = ()
     # The same among hosts, by engine.
     between: dict[str, Sequence[float]] = field(default_factory=dict)

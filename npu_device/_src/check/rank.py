@@ -35,7 +35,7 @@ from npu_device._src.membership.interfaces import interface_of, speed_of
 from npu_device._src.trace.trace import measure_clock
 from npu_device._src.training.opening import device
 
-# At most so many cores of a host are measured, since each pair of cores takes half a second.
+# The most cores of a host that are measured, since each pair of cores takes half a second.
 _CORES = 9
 
 

@@ -31,7 +31,7 @@ _TOLERANCE = 1e-6
 _TOLERANCE_UNPERTURBED = 1e-3
 _ROUNDINGS = 4 * 2.0**-23  # part of the norm of the weights: float32 rounds them at each update
 _MAJORITY = 0.75  # what moves this part of the variables may move any of them
-# Part of a tensor's norm: what is left when the other run's is scaled is less, if it is a multiple.
+# A tensor is a multiple of another run's if scaling that one leaves less than this part of its norm.
 _PURE = 0.1
 # A change of inputs in the last bit that moves a tensor by this part of its norm shows that it is rounding altogether.
 _ALL_ROUNDING = 0.01
@@ -129,8 +129,7 @@ def exists(folder: Path) -> bool:
 
 def load(folder: Path) -> Record:
     """Return the record of a process."""
-    record: Record = pickle.loads((folder / _FILE).read_bytes())
-    return record
+    return pickle.loads((folder / _FILE).read_bytes())
 
 
 def aligned(records: Sequence[Record]) -> list[Record]:
@@ -172,14 +171,14 @@ def average_of(ranks: Sequence[Record]) -> Record:
 class Deviation:
     """A variable whose gradient, update or value isn't that of one process."""
 
-    step: int  # from 1
+    step: int  # number of the step, from 1
     quantity: str  # GRADIENT, UPDATE, or STATE for the value of a variable that no optimizer trains
     variable: str
     # The multiple of that of one process; None if it isn't scaled, or by less than a tenth.
     ratio: float | None
     # The norm of the difference, divided by the norm of one process's value.
     relative_error: float
-    allowed: float  # what rounding explains
+    allowed: float  # the largest relative error that rounding explains
 
 
 def union(steps: Sequence[RecordedStep]) -> Counter[int]:

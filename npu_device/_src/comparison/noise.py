@@ -10,8 +10,8 @@ from typing import Any, Callable
 import tensorflow as tf
 
 _NOISY = (
-    *("Dropout", "SpatialDropout1D", "SpatialDropout2D", "SpatialDropout3D", "AlphaDropout"),
-    *("GaussianDropout", "GaussianNoise", "LSTM", "GRU", "SimpleRNN"),
+    "Dropout SpatialDropout1D SpatialDropout2D SpatialDropout3D AlphaDropout GaussianDropout GaussianNoise LSTM GRU "
+    "SimpleRNN"
 )
 _LAST_BITS = {"float16": 2.0**-10, "bfloat16": 2.0**-7}
 _OF_FLOAT32 = 2.0**-23
@@ -33,7 +33,9 @@ def changed(tensor: Any, by: float = _OF_FLOAT32, seed: int = 0) -> Any:
 
 def noisy_layers(keras: Any) -> list[Any]:
     """Return the classes of layers that draw random numbers in training."""
-    names = [name for name in dir(keras.layers) if name in _NOISY or name.startswith("Random")]
+    names = [
+        name for name in dir(keras.layers) if name in _NOISY.split() or name.startswith("Random")
+    ]
     return [getattr(keras.layers, name) for name in names]
 
 

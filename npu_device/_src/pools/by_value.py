@@ -34,7 +34,7 @@ class Call(NamedTuple):
     """What a rank gets."""
 
     pickled: bytes
-    lines: dict[str, Any]  # of cells, by their names in tracebacks
+    lines: dict[str, Any]  # lines of cells, by their names in tracebacks
     memory: Address
     places: list[Place]
 

@@ -57,7 +57,7 @@ tf.keras.Sequential  # noqa: B018 - loads Keras 2, too
 # Only forks of this process are ranks.
 os.environ.pop("NPU_DEVICE_RANK_PROCESS", None)
 
-_OWN = {"__main__", "sys", "builtins", "npu_device", "npu_bridge", "hccl"}
+_KEPT_PACKAGES = {"__main__", "sys", "builtins", "npu_device", "npu_bridge", "hccl"}
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 _libc = ctypes.CDLL(None)
 
@@ -65,7 +65,9 @@ _libc = ctypes.CDLL(None)
 def serve() -> dict[str, Any] | None:
     """Fork for every order; return the order in the child, None in the server when no more can come."""
     _left_whole.update(
-        (name, module) for name, module in sys.modules.items() if name.partition(".")[0] not in _OWN
+        (name, module)
+        for name, module in sys.modules.items()
+        if name.partition(".")[0] not in _KEPT_PACKAGES
     )
     _left_whole["itself"] = _left_whole  # type: ignore[assignment]  # a cycle: what is frozen as well is never freed
     gc.enable()
@@ -109,7 +111,7 @@ def serve() -> dict[str, Any] | None:
 
 
 def _report(path: str, code: int) -> None:
-    # Whoever looks finds no file, or all of it.
+    # Renamed when it is whole, so that a reader finds no file, or all of it.
     Path(path + ".part").write_text(f"{code} {time.monotonic()}")
     os.replace(path + ".part", path)
 

@@ -65,7 +65,7 @@ class ForkedProcess:
         self._server = _server(environment)
         self.pid = self._pid(json.dumps(order))
         self.returncode: int | None = None
-        self.ended_at = 0.0  # on the clock of time.monotonic()
+        self.ended_at = 0.0  # time of the end, by time.monotonic()
         _running[self.pid] = self
 
     def _pid(self, order: str) -> int:

@@ -102,7 +102,7 @@ class _RankOutput:
     def __init__(self, process: ForkedProcess) -> None:
         self._process = process
         self._position = 0
-        self._beginning = b""  # of a line that has not ended
+        self._beginning = b""  # the part so far of a line that has not ended
         self.bar = ""  # the newest state of a bar, whose line has not ended
 
     def lines(self) -> list[str]:

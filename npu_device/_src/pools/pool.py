@@ -34,7 +34,8 @@ from npu_device._src.pools.short_path import short_path
 
 _WORKER = str(Path(__file__).parent / "worker.py")
 _TAIL_LINES = 40
-_LEFT_OUT = ("/_pytest/", "/pluggy/", f'"{Path(__file__).parent}/')  # files of frames
+# In the paths of files whose frames a traceback leaves out.
+_LEFT_OUT = ("/_pytest/", "/pluggy/", f'"{Path(__file__).parent}/')
 _RANK_BYTES = 400 << 20  # the least memory that a rank needs to itself
 
 
@@ -171,8 +172,7 @@ class Pool:
 
     def _answer_of(self, rank: int) -> Answer:
         try:
-            answer: Answer = pickle.loads(self._connections[rank].recv_bytes())
-            return answer
+            return pickle.loads(self._connections[rank].recv_bytes())
         except (EOFError, OSError):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 code = self._processes[rank].wait(POOL_LOOK_SECONDS)

@@ -74,7 +74,7 @@ def answer_to(call: bytes) -> tuple[Answer, BaseException | None]:
         elif not answer.succeeded:
             error = RuntimeError("the test has failed on this rank")
     except BaseException as caught:
-        # Whatever was raised, the test waits for the answer.
+        # The caller waits for an answer, also after an error of any type.
         error = caught
         goes_on = not isinstance(caught, (SystemExit, KeyboardInterrupt))
         answer = Answer(False, _traceback(caught), goes_on, _pickled(caught))
@@ -98,8 +98,7 @@ def _pickled(error: BaseException) -> bytes | None:
     # An error of a class of a notebook needs cloudpickle, which has brought the class here.
     pickler: Any = sys.modules.get("cloudpickle", pickle)
     with contextlib.suppress(Exception):
-        content: bytes = pickler.dumps(error)
-        return content
+        return pickler.dumps(error)
     return None
 
 

@@ -17,8 +17,13 @@ import libcst as cst
 from npu_device._src.port.nodes import argument, dotted, method, walk
 from npu_device._src.port.port import DONE, NOTE, OPEN, Finding, Port
 from npu_device._src.port.rules import RULES, WORDS_BY_TOPIC, PortingRule
-from npu_device._src.port.version_1 import horovod, sessions, strategies, uses_strategy
-from npu_device._src.port.version_2 import loops, models
+from npu_device._src.port.version_1 import (
+    port_horovod,
+    port_sessions,
+    port_strategies,
+    uses_strategy,
+)
+from npu_device._src.port.version_2 import port_loops, replicate_models
 
 _OWN_IMPORT = re.compile(r"^\s*(import|from)\s+(npu_device|npu_bridge|hccl)\b", re.M)
 _TRAINS = re.compile(
@@ -120,16 +125,16 @@ def port_text(
     if _OWN_IMPORT.search(text) or not _TRAINS.search(text):
         return text, []
     port = _parsed(text)
-    is_horovod = horovod(port)
+    is_horovod = port_horovod(port)
     # A Horovod script divides its data and saves on rank 0 by itself.
     if not is_horovod:
-        strategies(port)
-        models(port)
-        loops(port)
-        sessions(port, is_v1)
+        port_strategies(port)
+        replicate_models(port)
+        port_loops(port)
+        port_sessions(port, is_v1)
         # A file that doesn't train stays as it is: other scripts may use it.
         if port or port.is_open:
-            files(port)
+            guard_files(port)
     if distribution and distribution != _distribution(port, is_horovod):
         port.report(OPEN, "other distribution", port.module)
     # Half a ported script would train wrongly, so it is all or nothing.
@@ -228,7 +233,7 @@ def _is_alias(port: Port, statement: Any) -> bool:
     return port.target(statement) is not None and bool(port.name(statement.body[0].value))
 
 
-def files(port: Port) -> None:
+def guard_files(port: Port) -> None:
     """Guard what is plain of the calls in the table, and point out the rest."""
     for call in port.calls:
         rule = _rule(port, call)

@@ -13,7 +13,7 @@ from npu_device._src.port.nodes import argument, dotted, method, walk
 from npu_device._src.port.port import DONE, NOTE, OPEN, Port
 from npu_device._src.port.rules import WORDS_BY_TOPIC
 from npu_device._src.port.scaling import Scale, scaling
-from npu_device._src.port.version_2 import noise
+from npu_device._src.port.version_2 import ask_about_noise
 
 _HOOKS = "from npu_bridge.estimator.npu.npu_hook import "
 _NUMBERS = (cst.Integer, cst.Float, cst.BinaryOperation, cst.UnaryOperation)
@@ -27,7 +27,7 @@ class _Feed(enum.Enum):
     UNKNOWN = enum.auto()
 
 
-def sessions(port: Port, is_v1: bool) -> None:
+def port_sessions(port: Port, is_v1: bool) -> None:
     """Port what a script trains in sessions."""
     _ask_about_what_is_gone(port)
     opened = [call for call in port.calls if port.name(call.func) in WORDS_BY_TOPIC["sessions"]]
@@ -104,7 +104,7 @@ def _port_steps(port: Port) -> None:
     """Broadcast the variables where they are initialized, and divide what the training steps are fed with."""
     steps = [call for call in port.calls if method(call) in ("minimize", "compute_gradients")]
     for call in steps:
-        noise(port, call)
+        ask_about_noise(port, call)
         # The optimizer averages over the ranks, which is right for a mean only.
         if scaling(port, argument(call, "loss", 0)) in (Scale.SUM, Scale.EACH):
             port.report(OPEN, "sum or mean", call)
@@ -184,7 +184,7 @@ def _feed(port: Port, node: Any, call: Any) -> _Feed:
     return _Feed.UNKNOWN
 
 
-def strategies(port: Port) -> None:
+def port_strategies(port: Port) -> None:
     """Port what a script does with a strategy of ``tf.distribute``."""
     for call in port.calls:
         _port_strategy_call(port, call)
@@ -250,7 +250,7 @@ def uses_strategy(port: Port) -> bool:
     )
 
 
-def horovod(port: Port) -> bool:
+def port_horovod(port: Port) -> bool:
     """Change the imports of Horovod in a script; False if there are none."""
     imports = [(name, node) for name, node in port.imported if name.split(".")[0] == "horovod"]
     for name, node in imports:

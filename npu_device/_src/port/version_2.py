@@ -28,7 +28,7 @@ class _Trainee(enum.Enum):
     UNKNOWN = enum.auto()
 
 
-def models(port: Port) -> None:
+def replicate_models(port: Port) -> None:
     """Replicate every model that the script compiles, or trains without compiling it here."""
     # Functions of modules are left out, such as re.compile and tf.compat.v1.test.compile.
     calls = [call for call in port.calls if method(call) and not port.name(call.func.value)]
@@ -153,7 +153,7 @@ def _model_or_other(is_model: bool) -> _Trainee:
 # Custom loops
 
 
-def loops(port: Port) -> None:
+def port_loops(port: Port) -> None:
     """Port every loop that applies gradients of a tape."""
     _ask_where_tapes_go(port)
     applies = []
@@ -169,7 +169,7 @@ def loops(port: Port) -> None:
         _broadcast(port, call)
     if applies:
         divide(port, applies)
-        noise(port, applies[0])
+        ask_about_noise(port, applies[0])
     for call in port.calls:
         if port.called_word(call) == "BatchNormalization":
             is_plain_in_fit = port.replicated and argument(call, "synchronized") is None
@@ -190,7 +190,7 @@ def _ask_where_tapes_go(port: Port) -> None:
             port.report(OPEN, "gradients from elsewhere", call)
 
 
-def noise(port: Port, node: Any) -> None:
+def ask_about_noise(port: Port, node: Any) -> None:
     """Point out what draws numbers in a training step."""
     if _DRAWS.search(port.module.code):
         port.report(NOTE, "noise", node)

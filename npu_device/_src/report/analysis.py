@@ -270,7 +270,7 @@ def saved_by_dividing(traces: Sequence[RankTrace], rank: RankFigures) -> float:
     has_owners = traces[0].backend in ("shared_memory", "tcp", "mpi")
     if is_divided or not has_owners:
         return 0.0
-    # Of the time of an update, a rank saves what the others do for it.
+    # A rank saves the part of its update that other ranks make for it.
     return rank.update * (1 - 1 / traces[0].world_size)
 
 

@@ -61,9 +61,9 @@ class _SpeedProcess(ForkingProcess):
         self._folder = os.getcwd()
         self._words = words
         self._setups = [Setup(*setup) for setup in start.setups]
-        self._left_out: dict[str, str] = {}  # by the label of a setup, with the reason
+        self._left_out: dict[str, str] = {}  # reasons, by the label of a setup
         self._runs: dict[Setup, list[outcome.Run]] = {}
-        self._processes: list[TimedProcess] = []  # of the latest run
+        self._processes: list[TimedProcess] = []  # processes of the latest run
         self._deadline = time.monotonic() + start.seconds
         self._seconds_of_run: dict[Setup, float] = {}
         # The standard error of npurun: this process soon has a file instead, as its script prints what it likes.
@@ -230,9 +230,9 @@ class _SpeedProcess(ForkingProcess):
             return
         self._runs.setdefault(first.setup, []).append(run)
         self._conclude()
-        left = max(0.0, self._deadline - time.monotonic())
+        remaining = max(0.0, self._deadline - time.monotonic())
         self._say(
-            f"{first.name}, round {first.round}: {1 / run.seconds:.3g} steps/s; at most {left / 60:.0f} min left"
+            f"{first.name}, round {first.round}: {1 / run.seconds:.3g} steps/s; at most {remaining / 60:.0f} min left"
         )
 
     def _conclude(self) -> None:

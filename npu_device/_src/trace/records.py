@@ -192,8 +192,8 @@ class PointSchema:
     """
 
     gradients: tuple[GradientRecord, ...]  # segment by segment, in the order of production
-    shapes: tuple[str, ...]  # their shapes, as text
-    segments: tuple[tuple[int, int], ...]  # first and last gradient of each
+    shapes: tuple[str, ...]  # shapes of the gradients, as text
+    segments: tuple[tuple[int, int], ...]  # first and last gradient of each segment
     group: str
     backend: str
     has_start: bool = True

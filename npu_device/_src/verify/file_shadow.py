@@ -104,7 +104,7 @@ class Redirection:
             return True
         if name in self._user_names:
             return False
-        # Whatever the script makes there by itself is redirected, and so never there.
+        # What the script itself makes in that folder is redirected, so that a name found there is a file of others.
         with contextlib.suppress(OSError):
             self._lstat(self._temporary_folder + name)
             return True

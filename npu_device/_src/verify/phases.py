@@ -104,7 +104,7 @@ class Phases:
         model, stack = self._fits[-1]
         steps = [self._steps[optimizer, stack] for optimizer in self._optimizers.get(model, ())]
         enough = self._process.steps
-        # An optimizer that steps rarely isn't waited for.
+        # The fit doesn't go on for an optimizer that steps rarely.
         if steps and (min(steps) >= enough or max(steps) >= _RARE * enough):
             # Keras looks at it after each batch.
             model.stop_training = True

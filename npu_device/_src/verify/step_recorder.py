@@ -31,7 +31,7 @@ from npu_device._src.comparison import noise, topics
 from npu_device._src.comparison.compare import Record, RecordedCall, RecordedStep, load
 from npu_device._src.gradients.reduction import send_uncompressed
 from npu_device._src.trace.trace import leading_to
-from npu_device._src.training.distribute.synchronized_layers import is_alone
+from npu_device._src.training.distribute.synchronized_layers import normalizes_alone
 from npu_device._src.training.fit.graph_lines import where
 from npu_device._src.training.optimizers.accumulation import reduce_in_each_step
 from npu_device._src.training.sharding.divided_update import divide_no_updates
@@ -138,7 +138,7 @@ class StepRecorder:
         arguments = inspect.signature(original).bind(layer, *args, **kwargs).arguments
         outputs = original(layer, *args, **kwargs)
         # The layer is asked after its call, since it may get its method during the first one.
-        if job.current() is not None and arguments.get("training") and is_alone(layer):
+        if job.current() is not None and arguments.get("training") and normalizes_alone(layer):
             self._note(topics.NORMALIZES_ALONE, detail=layer.name)
         return outputs
 

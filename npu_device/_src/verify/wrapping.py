@@ -7,8 +7,6 @@ import functools
 from collections.abc import Iterator
 from typing import Any, Callable
 
-import tensorflow as tf
-
 from npu_device._src import compat
 from npu_device._src.world.current_step import current_step
 
@@ -21,7 +19,7 @@ def wrap(*hooks: tuple[Any, str, Callable[..., Any]]) -> None:
 
 def _wrapped(original: Callable[..., Any], hook: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    @tf.autograph.experimental.do_not_convert
+    @compat.do_not_convert
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         return hook(original, *args, **kwargs)
 

@@ -36,7 +36,7 @@ class Place(NamedTuple):
     shape: tuple[int, ...]
     order: str  # "C" or "F"
     dtype: np.ndarray  # an empty array: dtypes alone can't be sent without a pickle
-    byte_order: str  # of the dtype, which a pickled array loses
+    byte_order: str  # byte order of the dtype, which a pickled array loses
 
 
 class Address(NamedTuple):

@@ -170,7 +170,6 @@ def _run(options: argparse.Namespace, directory: Path, seconds: float) -> tuple[
     if options.hosts > 1:
         # Nodes need a common secret, which npurun makes by itself on a single node only.
         environment.setdefault("NPU_DEVICE_SECRET", secrets.token_hex(32))
-    over = threading.Event()
     # SIGTERM raises, so that the network between the hosts is removed.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with contextlib.ExitStack() as stack:
@@ -188,7 +187,7 @@ def _run(options: argparse.Namespace, directory: Path, seconds: float) -> tuple[
         faults = RandomFaults(
             launchers, between, options.mtbf, options.seed, options.faults, options.longest, _say
         )
-        thread = threading.Thread(target=faults.run, args=(seconds, over))
+        thread = threading.Thread(target=faults.run, args=(seconds,))
         thread.start()
         try:
             code = launchers.wait()
@@ -196,7 +195,7 @@ def _run(options: argparse.Namespace, directory: Path, seconds: float) -> tuple[
             launchers.terminate()
             raise
         finally:
-            over.set()
+            faults.job_has_ended.set()
             thread.join()
     return code, faults
 

@@ -19,9 +19,11 @@ _RESET = struct.pack("ii", 1, 0)  # linger for 0 s: closing sends RST
 class Proxy:
     """Forwards connections to another address; what arrives from now on is delayed by ``delay`` seconds."""
 
-    def __init__(self, host: str, port: int, listen: tuple[str, int] = ("127.0.0.1", 0)) -> None:
+    def __init__(
+        self, host: str, port: int, listen_address: tuple[str, int] = ("127.0.0.1", 0)
+    ) -> None:
         self._target = host, port
-        self._listener = socket.create_server(listen)
+        self._listener = socket.create_server(listen_address)
         self.port: int = self._listener.getsockname()[1]
         self.delay = 0.0
         self._open = threading.Event()

@@ -56,6 +56,7 @@ class RandomFaults:
     Attributes:
         disturbances: the faults so far.
         attempt: how often the job has been started again, as far as seen.
+        job_has_ended: set by whoever waits for the job.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class RandomFaults:
     ) -> None:
         self.disturbances: list[Disturbance] = []
         self.attempt = 0
+        self.job_has_ended = threading.Event()
         self._launchers = launchers
         self._network = network
         self._mtbf = mtbf
@@ -80,13 +82,13 @@ class RandomFaults:
         self._began = 0.0
         self._settled = 0.0
 
-    def run(self, seconds: float, over: threading.Event) -> None:
+    def run(self, seconds: float) -> None:
         """Make faults for some seconds from the start of the ranks; watch the ranks until the job is over."""
-        while not self._ranks() and not over.wait(FAULT_POLL_SECONDS):
+        while not self._ranks() and not self.job_has_ended.wait(FAULT_POLL_SECONDS):
             pass
         self._began = time.monotonic()
         due = self._began
-        while self._faults and not over.is_set():
+        while self._faults and not self.job_has_ended.is_set():
             # A fault that is late, since ranks weren't there, doesn't make those after it come at
             # once.
             due = max(due + self._random.expovariate(1 / self._mtbf), time.monotonic())
@@ -96,15 +98,13 @@ class RandomFaults:
             fault = self._random.choice(self._faults)
             share = self._random.random()
             seconds_of_fault = self._random.uniform(0.1, self._longest_seconds)
-            self._watch(due, over)
-            ranks = self._all_ranks(over)
-            if not over.is_set() and ranks:
-                self._make(fault, share, seconds_of_fault, ranks, over)
-        self._watch(float("inf"), over)
+            self._watch(due)
+            ranks = self._all_ranks()
+            if not self.job_has_ended.is_set() and ranks:
+                self._make(fault, share, seconds_of_fault, ranks)
+        self._watch(float("inf"))
 
-    def _make(
-        self, fault: str, share: float, seconds: float, ranks: Sequence[Rank], over: threading.Event
-    ) -> None:
+    def _make(self, fault: str, share: float, seconds: float, ranks: Sequence[Rank]) -> None:
         """Make a fault, of the rank or node at a share of all, and take it back after some seconds."""
         nodes = self._network.nodes
         # Drawn as a share, so that the seed doesn't have to know how many ranks there are.
@@ -140,7 +140,7 @@ class RandomFaults:
         disturbance.ended = fault == "kill"
         self.disturbances.append(disturbance)
         self._say(f"{after:7.1f} s: {fault} {where}{duration}")
-        self._watch(time.monotonic() + disturbance.seconds, over)
+        self._watch(time.monotonic() + disturbance.seconds)
         if fault not in SIGNALS:
             self._network.end(fault, node)
             # An attempt may still end of the fault until then.
@@ -160,7 +160,7 @@ class RandomFaults:
     def _is_settled(self) -> bool:
         return time.monotonic() >= self._settled or self.disturbances[-1].recovered is not None
 
-    def _all_ranks(self, over: threading.Event) -> list[Rank]:
+    def _all_ranks(self) -> list[Rank]:
         """Return the ranks when all run and what came of the last fault is known; if some don't come, the others."""
         deadline = time.monotonic() + RECOVERY_SECONDS
         while True:
@@ -168,14 +168,14 @@ class RandomFaults:
             if (
                 (_is_whole(ranks) and self._is_settled())
                 or time.monotonic() >= deadline
-                or over.wait(FAULT_POLL_SECONDS)
+                or self.job_has_ended.wait(FAULT_POLL_SECONDS)
             ):
                 return ranks
 
-    def _watch(self, until: float, over: threading.Event) -> None:
-        while not over.is_set() and time.monotonic() < until:
+    def _watch(self, until: float) -> None:
+        while not self.job_has_ended.is_set() and time.monotonic() < until:
             self._observe_ranks()
-            over.wait(min(FAULT_POLL_SECONDS, max(0.0, until - time.monotonic())))
+            self.job_has_ended.wait(min(FAULT_POLL_SECONDS, max(0.0, until - time.monotonic())))
 
     def _observe_ranks(self) -> list[Rank]:
         """Return the ranks that run now, and note what came of the last fault."""

@@ -34,7 +34,7 @@ from npu_device._src.world.current_step import current_step
 from npu_device._src.world.world import World
 
 _log = logging.getLogger("npu_device")
-_as_it_is = tf.autograph.experimental.do_not_convert
+_as_it_is = compat.do_not_convert
 
 _GROUP = "_npu_normalizes_over"  # the attribute of a layer that got a method: the name of its group
 _CHECKS = 16  # kinds of reductions at which layers are looked for
@@ -82,7 +82,7 @@ def _all_reduce(self: Any, reduce_op: Any, value: Any, options: Any = None) -> A
     return sums
 
 
-def is_alone(layer: Any) -> bool:
+def normalizes_alone(layer: Any) -> bool:
     """Return True for a synchronized layer of Keras that got no method for all ranks."""
     name = compat.moments_method(layer)
     is_from_keras = compat.belongs_to_keras(getattr(type(layer), name))
@@ -159,7 +159,7 @@ class SynchronizedLayers:
     def install(self, layers: Iterable[Any]) -> None:
         """Have those layers normalize over the group that would use their own samples only."""
         for layer in layers:
-            if is_alone(layer):
+            if normalizes_alone(layer):
                 vars(layer)[_GROUP] = self._group
                 vars(layer)[compat.moments_method(layer)] = MethodType(_moments_method, layer)
 
@@ -203,7 +203,7 @@ class SynchronizedLayers:
         for layer in compat.batch_normalizations():
             if layer not in self._told and _may_train(shapes, layer):
                 trained.append(layer)
-        alone = [layer for layer in trained if is_alone(layer)]
+        alone = [layer for layer in trained if normalizes_alone(layer)]
         traced = [layer for layer in trained if layer in self._traced]
         # Each layer is named once.
         self._told.update(alone + traced)
@@ -226,7 +226,7 @@ class SynchronizedLayers:
 
     def _install_existing(self) -> None:
         layers = compat.batch_normalizations()
-        called = [layer for layer in layers if _is_built(layer) and is_alone(layer)]
+        called = [layer for layer in layers if _is_built(layer) and normalizes_alone(layer)]
         self.install(layers)
         if not called:
             return

@@ -189,4 +189,4 @@ def _compare(shapes: list[Any], flag: bool = False) -> tuple[bool, bool]:
     if world is not None:
         states = world.objects((shapes, flag), "state of the optimizers")
     are_alike = all(shapes_of_rank == states[0][0] for shapes_of_rank, _ in states)
-    return are_alike, any(is_set for _, is_set in states)
+    return are_alike, any(rank_flag for _, rank_flag in states)

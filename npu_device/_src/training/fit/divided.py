@@ -387,8 +387,9 @@ def _in_source_order(source: tf.data.Dataset) -> tf.data.Dataset:
 
 def _cut(begin: int, end: int) -> Callable[..., tf.data.Dataset]:
     """Return what makes, of the elements of a batch, a dataset of the elements of one rank with their tags."""
-    # A tag has 1 for a row that counts, and the checksum of the batch's first element. A rank without rows gets one
-    # that doesn't count. All batches but the last have the same number of rows on a rank: they can be batched again.
+    # A tag has two numbers: 1 for a row that counts, 0 for the one row of a rank that would have none; and the checksum
+    # of the batch's first element. All batches but the last have the same number of rows on a rank: they can be batched
+    # again.
 
     def cut(*window: Any) -> tf.data.Dataset:
         # Elements of several fields come as a dataset of each field.

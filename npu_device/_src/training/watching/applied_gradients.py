@@ -44,7 +44,7 @@ from npu_device._src.training.watching.wrapped_optimizers import reducer_of
 
 _log = logging.getLogger("npu_device")
 
-# Of at most so many optimizers, the variables before the first step are compared.
+# The most optimizers whose variables before the first step are compared.
 _MOST_STARTS = 32
 
 
@@ -98,7 +98,7 @@ class AppliedGradients:
         for watched in self._watched.values():
             is_undecided = watched.applied is Applied.UNKNOWN
             if is_undecided and (watched.posted or not tf.executing_eagerly()):
-                # Whoever watches never ends a training.
+                # An error of the watch itself must not end a training run.
                 with contextlib.suppress(Exception):
                     for variable in watched.living():
                         if _is_value_of(variable, values):
@@ -272,11 +272,11 @@ class AppliedGradients:
         def look(count: int) -> int:
             if watched.values_before:
                 return self._posted_sums.compare(watched, int(count), arrays_of(watched.living()))
-            # Read after the first step, behind which a script may broadcast.
+            # The values after the first step are the first ones: until then a script may broadcast.
             watched.values_before = arrays_of(watched.living())
             return next_look(int(count), NEVER)
 
-        # Whoever watches never ends a training.
+        # An error of the watch itself must not end a training run.
         with contextlib.suppress(Exception):
             watched.schedule.step(look)
 

@@ -7,8 +7,6 @@ import logging
 import sys
 from typing import Any, Callable
 
-import tensorflow as tf
-
 from npu_device._src import compat
 from npu_device._src.collectives.job import Job, current
 from npu_device._src.training.watching.applied_gradients import AppliedGradients, UnequalStartError
@@ -56,7 +54,7 @@ def _wrapper(original: Callable[..., Any], parameter: str) -> Callable[..., Any]
     """Return a method that looks at its gradients, or reduces them, before the original applies them."""
 
     # Otherwise, AutoGraph would rewrite the function.
-    @tf.autograph.experimental.do_not_convert
+    @compat.do_not_convert
     @functools.wraps(original)
     def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
         # Made a list, since an iterator could be read only once.
@@ -84,7 +82,7 @@ def _wrapper(original: Callable[..., Any], parameter: str) -> Callable[..., Any]
                 watching.observe(self, pairs)
             except UnequalStartError:
                 raise
-            # Otherwise, whoever watches never ends a training.
+            # An error of the watch itself must not end a training run.
             except Exception:
                 _log.debug(
                     "could not look at the gradients of a %s", type(self).__name__, exc_info=True

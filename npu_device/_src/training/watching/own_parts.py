@@ -34,8 +34,8 @@ _ONLY_OF_RANK = (
 
 
 @dataclass
-class _Adding:
-    """An optimizer that adds up gradients.
+class _Accumulation:
+    """The gradients that an optimizer adds up.
 
     Attributes:
         world: the ranks that add up.
@@ -58,14 +58,14 @@ class _Adding:
             return 0
         return int(counter)
 
-    def place(self) -> int:
+    def steps_since_update(self) -> int:
         """Return the number of steps since the last update."""
         return self.count() % self.period
 
 
 class _Part(NamedTuple):
     variable: weakref.ref[Any]
-    adding: _Adding
+    accumulation: _Accumulation
 
 
 _parts: dict[int, _Part] = {}  # by id
@@ -75,11 +75,11 @@ def note_parts(world: World, variables: Sequence[Any], counter: Any, period: int
     """Note the variables of an optimizer that hold this rank's parts from now on; every ``period`` steps they are 0."""
     if all(map(is_part, variables)):
         return
-    adding = _Adding(world, weakref.ref(counter), period)
+    accumulation = _Accumulation(world, weakref.ref(counter), period)
     for variable in map(compat.inner_variable, variables):
         forget = functools.partial(_parts.pop, id(variable))
         reference = weakref.ref(variable, lambda _, forget=forget: forget(None))  # type: ignore[misc]
-        _parts[id(variable)] = _Part(reference, adding)
+        _parts[id(variable)] = _Part(reference, accumulation)
 
 
 def is_part(variable: Any) -> bool:
@@ -95,21 +95,30 @@ def without_parts(variables: Iterable[Any]) -> list[Any]:
 def between_updates(variables: Iterable[Any]) -> list[Any]:
     """Return the variables that hold parts now, which the next update is going to use."""
     return [
-        variable for variable in variables if is_part(variable) and _adding(variable).place() > 0
+        variable
+        for variable in variables
+        if is_part(variable) and _accumulation_of(variable).steps_since_update() > 0
     ]
 
 
-def _adding(variable: Any) -> _Adding:
-    return _parts[id(compat.inner_variable(variable))].adding
+def _accumulation_of(variable: Any) -> _Accumulation:
+    return _parts[id(compat.inner_variable(variable))].accumulation
 
 
 def means_of(variables: Sequence[Any]) -> list[tf.Tensor]:
     """Return the means of variables that hold parts; the ranks that hold the others call this, too."""
     means: dict[int, tf.Tensor] = {}
     # Optimizers may reduce among different groups of ranks.
-    worlds = {_adding(variable).world.group.name: _adding(variable).world for variable in variables}
+    worlds = {
+        _accumulation_of(variable).world.group.name: _accumulation_of(variable).world
+        for variable in variables
+    }
     for name, world in worlds.items():
-        parts = [variable for variable in variables if _adding(variable).world.group.name == name]
+        parts = [
+            variable
+            for variable in variables
+            if _accumulation_of(variable).world.group.name == name
+        ]
         reduced = world.reduce(list(map(tf.convert_to_tensor, parts)), ReductionOptions("mean"))
         means.update(zip(map(id, parts), reduced))
     return [means[id(variable)] for variable in variables]
@@ -121,7 +130,7 @@ def settle(variables: Iterable[Any]) -> None:
     for variable, mean in zip(parts, means_of(parts)):
         variable.assign(mean)
         # Until the next step, a file has the values of all ranks.
-        _adding(variable).settled = _adding(variable).count()
+        _accumulation_of(variable).settled = _accumulation_of(variable).count()
 
 
 def to_be_equal(world: World, variables: Sequence[Any]) -> list[Any]:
@@ -130,13 +139,13 @@ def to_be_equal(world: World, variables: Sequence[Any]) -> list[Any]:
     They go on if all ranks have made the same number of steps. If not, one rank has read a file, and its values count.
     Every rank calls this.
     """
-    adding = [_adding(variable) for variable in variables if is_part(variable)]
-    if not adding:
+    accumulations = [_accumulation_of(variable) for variable in variables if is_part(variable)]
+    if not accumulations:
         return list(variables)
     if tf.executing_eagerly():
-        counts = [optimizer.count() for optimizer in adding]
+        counts = [accumulation.count() for accumulation in accumulations]
         counts_by_rank = world.objects(counts, "steps of optimizers that add up gradients")
-        goes_on = any(optimizer.place() for optimizer in adding)
+        goes_on = any(accumulation.steps_since_update() for accumulation in accumulations)
         if not goes_on or any(row != counts for row in counts_by_rank):
             return list(variables)
     return without_parts(variables)
@@ -173,10 +182,13 @@ def warn_of_file(optimizer: Any, variables: Iterable[Any]) -> None:
     """Warn, once for an optimizer, if this rank is about to write its own parts to a file."""
     if getattr(_thread, "is_for_all", False) or not tf.executing_eagerly():
         return
-    for adding in map(_adding, between_updates(variables)):
-        if adding.world.size == 1 or adding.is_told or adding.settled == adding.count():
+    for accumulation in map(_accumulation_of, between_updates(variables)):
+        is_settled = accumulation.settled == accumulation.count()
+        if accumulation.world.size == 1 or accumulation.is_told or is_settled:
             continue
-        adding.is_told = True
-        rank = adding.world.job.cluster.rank
+        accumulation.is_told = True
+        rank = accumulation.world.job.cluster.rank
         name = type(optimizer).__name__
-        _log.warning(_ONLY_OF_RANK, rank, name, adding.place(), adding.period, adding.period)
+        period = accumulation.period
+        steps = accumulation.steps_since_update()
+        _log.warning(_ONLY_OF_RANK, rank, name, steps, period, period)

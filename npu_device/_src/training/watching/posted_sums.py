@@ -27,6 +27,8 @@ from npu_device._src.training.watching.watched_optimizer import (
 
 _log = logging.getLogger("npu_device")
 
+SumsByRank = dict[int, list[Sums]]
+
 _MOST_POSTS = 32  # most optimizers of a signature, and most signatures
 # Part of the sum of a gradient's absolute values: hosts with other processors round differently.
 _ROUNDING_TOLERANCE = 1e-3
@@ -70,7 +72,7 @@ class PostedSums:
         ``unreduced`` has ids and names of their variables, if other gradients of the step were reduced. Return the step
         of the next look.
         """
-        # Errors are dropped, since whoever watches never ends a training; another rank may have told.
+        # Errors are dropped, since the watch must not end a training run; another rank may have told.
         with contextlib.suppress(Exception):
             # Summed in float64, which doesn't lose small numbers among millions.
             changes = [array.astype(np.float64) for array in arrays]
@@ -91,7 +93,7 @@ class PostedSums:
         posts_by_rank = self._post(watched, signature, step, sums)
         if earlier is None:
             return next_look(step, step)
-        sums_by_rank: dict[int, list[Sums]] = {}
+        sums_by_rank: SumsByRank = {}
         for rank, posts in posts_by_rank.items():
             # Only sums of the same step can be compared.
             sums_by_rank[rank] = [post[1] for post in posts if post[0] == earlier.step]
@@ -117,12 +119,9 @@ class PostedSums:
         # Signatures come from shapes, of which a script may make any number.
         if len(self._posts) > _MOST_POSTS:
             del self._posts[next(iter(self._posts))]
-        posted: dict[int, list[Post]] = self._job.store.post(f"gradients: {signature}", list(posts))
-        return posted
+        return self._job.store.post(f"gradients: {signature}", list(posts))
 
-    def _judge(
-        self, watched: WatchedOptimizer, earlier: Post, distinct: dict[int, list[Sums]]
-    ) -> None:
+    def _judge(self, watched: WatchedOptimizer, earlier: Post, distinct: SumsByRank) -> None:
         """Note whether the gradients were reduced, given for each rank the sums that no other rank has."""
         cluster = self._job.cluster
         if len(distinct) < cluster.world_size:
@@ -140,7 +139,7 @@ class PostedSums:
         signature: str,
         step: int,
         unreduced: Sequence[tuple[int, str]],
-        distinct: dict[int, list[Sums]],
+        distinct: SumsByRank,
     ) -> None:
         # Some of the variables may be meant for this rank alone, unless they were equal on all ranks.
         equal_since = [self._last_word.calls_before(number) for number, _ in unreduced]
@@ -164,9 +163,9 @@ class PostedSums:
         )
 
 
-def _distinct(sums_by_rank: dict[int, list[Sums]]) -> dict[int, list[Sums]]:
+def _distinct(sums_by_rank: SumsByRank) -> SumsByRank:
     """Return, for each rank, the sums that no other rank has."""
-    distinct: dict[int, list[Sums]] = {}
+    distinct: SumsByRank = {}
     for rank, own_sums in sums_by_rank.items():
         foreign: list[np.ndarray] = []
         for other_rank, posted in sums_by_rank.items():

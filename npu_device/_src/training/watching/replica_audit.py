@@ -101,15 +101,15 @@ class Audit:
         """Compare; return the step of the next audit."""
         myself = weakref.ref(self)
         is_off = self._is_off
-        ordered = optimizer is not None
+        keeps_order = optimizer is not None
         audited: list[Any] = []
         if not is_off:
             states = []
-            if ordered:
+            if keeps_order:
                 states = without_parts(compat.optimizer_variables(optimizer, variables))
             audited = unique([*variables, *states])
         names = list(map(variable_name, audited))
-        if ordered:
+        if keeps_order:
             by_hand = []
             steps = tf.cast(value_of(optimizer.iterations), tf.int64)
         else:
@@ -130,7 +130,7 @@ class Audit:
             values = arrays[gradient_count:]
             digests = list(map(digest_of, values))
             audit._reading = _Reading(int(steps), names, values, digests)
-            if not ordered:
+            if not keeps_order:
                 # The order of variables may differ among ranks; sorted digests don't depend on it.
                 digests = sorted(digests)
             return [audit._message(int(count), digests, by_hand)]
@@ -162,7 +162,7 @@ class Audit:
         )
         # A CRC has 32 bits, so that it fits into int64 with its sign.
         checksum = zlib.crc32(repr(digests).encode())
-        # Those who wait for the last rank don't work: the shortest of the ranks' audits is what one costs.
+        # Ranks that wait for the last one don't work: the shortest of the ranks' audits is what an audit costs.
         times = [-self._audit_seconds * 1e9, -self._step_seconds * 1e9]
         return np.array([checksum, -checksum, is_silent, *times], np.int64)
 

@@ -44,7 +44,7 @@ _TAPE = "gradient_tape/"  # prefix of the name of the operation that a gradient 
 
 
 def make_equal(
-    world: World, variables: Sequence[Any], ordered: bool = True, level: int = logging.WARNING
+    world: World, variables: Sequence[Any], keeps_order: bool = True, level: int = logging.WARNING
 ) -> bool:
     """Compare variables before the first step; where they differ, overwrite them with those of the group's first rank.
 
@@ -69,7 +69,7 @@ def make_equal(
             )
         variables = to_be_equal(world, variables)
         # Sorted by name: variables of one name belong together, if all ranks have the same names.
-        if not ordered:
+        if not keeps_order:
             names = sorted(map(variable_name, variables))
             answers = world.objects(names, "names of variables")
             is_unique = len(set(names)) == len(names)
@@ -173,7 +173,7 @@ def make_equal_behind(
             trained.append(variable)
     variables = _as_many_as_gradients(gradients, trained)
     new = not_compared(variables)
-    if new and make_equal(world, new, ordered=False, level=level):
+    if new and make_equal(world, new, keeps_order=False, level=level):
         _compared.update({id(variable): variable for variable in new})
     return variables
 
@@ -251,9 +251,9 @@ def compared_in_session(world: World, gradients: Sequence[Any]) -> Iterator[None
     names = list(map(variable_name, variables))
 
     def compare(*arrays: np.ndarray) -> None:
-        start = f"{name}, start {next(runs)}"
+        run_name = f"{name}, start {next(runs)}"
         checksums = list(map(checksum, arrays))
-        text = digests.different_start(world.job, start, names, _HOOK, checksums)
+        text = digests.different_start(world.job, run_name, names, _HOOK, checksums)
         if text is not None:
             if mode == "error":
                 raise RuntimeError(f"rank {world.job.cluster.rank}: {text}")

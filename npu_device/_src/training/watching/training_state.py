@@ -136,17 +136,7 @@ def unique(nodes: Iterable[Any]) -> list[Any]:
     return list({id(node): node for node in nodes}.values())
 
 
-_FRAMEWORKS = {
-    "keras",
-    "tf_keras",
-    "tensorflow",
-    "numpy",
-    "npu_device",
-    "builtins",
-    "logging",
-    "threading",
-    "wrapt",
-}
+_FRAMEWORKS = "keras tf_keras tensorflow numpy npu_device builtins logging threading wrapt"
 _LONGEST = 1000  # elements of a list or dict that are looked at: optimizers and variables aren't kept by the thousand
 
 
@@ -233,4 +223,4 @@ def _names(code: types.CodeType) -> list[str]:
 
 
 def _is_framework(node: Any) -> bool:
-    return str(getattr(node, "__module__", "")).partition(".")[0] in _FRAMEWORKS
+    return str(getattr(node, "__module__", "")).partition(".")[0] in _FRAMEWORKS.split()
