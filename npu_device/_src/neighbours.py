@@ -1,7 +1,7 @@
 """Files of another distribution in the folders of this package.
 
 Ascend's wheels have the same distribution and import names as this package. Installed into one environment, they mix:
-some modules are theirs, some are own_names. A wheel can't refuse that at installation, so the import does.
+some modules are theirs, the others ours. A wheel can't refuse that at installation, so the import does.
 """
 
 from __future__ import annotations
@@ -9,23 +9,10 @@ from __future__ import annotations
 import os
 
 _OWN_NAMES = {
-    "npu_device": {
-        *("_src", "compat", "distribute", "horovod", "launch", "ops", "testing", "train", "utils"),
-        *(
-            "__init__.py",
-            "_api.py",
-            "callbacks.py",
-            "configs.py",
-            "errors.py",
-            "gen_npu_ops.py",
-            "npu_device.py",
-        ),
-    },
-    "npu_bridge": {
-        *("estimator", "experimental", "hccl", "helper", "npu_cpu", "tbe"),
-        *("__init__.py", "npu_init.py", "profiler.py", "tf_adapter.py"),
-    },
-    "hccl": {"manage", "split", "__init__.py"},
+    "npu_device": "_src compat distribute horovod launch ops testing train utils __init__.py _api.py callbacks.py "
+    "configs.py errors.py gen_npu_ops.py npu_device.py",
+    "npu_bridge": "estimator experimental hccl helper npu_cpu tbe __init__.py npu_init.py profiler.py tf_adapter.py",
+    "hccl": "manage split __init__.py",
 }
 """What stands at the top of each folder of the package; a test compares it with the repository."""
 
@@ -42,7 +29,7 @@ def require_own_folders(site: str) -> None:
     strangers = []
     for folder, own_names in _OWN_NAMES.items():
         for name in _modules(os.path.join(site, folder)):
-            if name not in own_names:
+            if name not in own_names.split():
                 strangers.append(os.path.join(site, folder, name))
     if strangers:
         raise ImportError(

@@ -393,35 +393,15 @@ _READS = re.compile(
 _SETS = re.compile(
     r"Assign.*Variable|Resource(Scatter|Apply|SparseApply|StridedSliceAssign)|Stateful|Rng"
 )
-_HELD: dict[str, Any] = {  # what each number is held at; of integers the least
-    **dict.fromkeys(
-        ("RandomUniform", "StatelessRandomUniform", "StatelessRandomUniformV2", "StatefulUniform"),
-        0.5,
-    ),
-    **dict.fromkeys(
-        (
-            "RandomStandardNormal",
-            "TruncatedNormal",
-            "StatelessRandomNormal",
-            "StatelessRandomNormalV2",
-        ),
-        0.3,
-    ),
-    **dict.fromkeys(
-        ("StatelessTruncatedNormal", "StatelessTruncatedNormalV2", "StatefulTruncatedNormal"), 0.3
-    ),
-    **dict.fromkeys(("StatefulStandardNormal", "StatefulStandardNormalV2"), 0.3),
-    **dict.fromkeys(
-        (
-            "StatelessRandomUniformFullInt",
-            "StatelessRandomUniformFullIntV2",
-            "StatefulUniformFullInt",
-        ),
-        1,
-    ),
-    **dict.fromkeys(("RandomUniformInt", "StatefulUniformInt"), None),
-    **dict.fromkeys(("StatelessRandomUniformInt", "StatelessRandomUniformIntV2"), None),
+# What random numbers are held at, by the types of their operations; None for the least integer that may be drawn.
+_NUMBERS = {
+    "RandomUniform StatelessRandomUniform StatelessRandomUniformV2 StatefulUniform": 0.5,
+    "RandomStandardNormal TruncatedNormal StatelessRandomNormal StatelessRandomNormalV2 StatelessTruncatedNormal "
+    "StatelessTruncatedNormalV2 StatefulTruncatedNormal StatefulStandardNormal StatefulStandardNormalV2": 0.3,
+    "StatelessRandomUniformFullInt StatelessRandomUniformFullIntV2 StatefulUniformFullInt": 1,
+    "RandomUniformInt StatefulUniformInt StatelessRandomUniformInt StatelessRandomUniformIntV2": None,
 }
+_HELD = {name: number for names, number in _NUMBERS.items() for name in names.split()}
 _DRAWS = re.compile(
     "(Stateless|Stateful)?(Multinomial|Random(Gamma(V[23])?|Poisson(V2)?|Binomial|Shuffle|Crop|IndexShuffle)|Shuffle|"
     "ParameterizedTruncatedNormal|.*CandidateSampler)$"

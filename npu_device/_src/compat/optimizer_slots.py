@@ -23,19 +23,7 @@ from npu_device._src.compat.keras import (
     with_inner,
 )
 
-_STATE_IN_SLOTS = (
-    "SGD",
-    "Adam",
-    "AdamW",
-    "RMSprop",
-    "Adagrad",
-    "Adadelta",
-    "Adamax",
-    "Nadam",
-    "Lion",
-    "Ftrl",
-    "Lamb",
-)
+_STATE_IN_SLOTS = "SGD Adam AdamW RMSprop Adagrad Adadelta Adamax Nadam Lion Ftrl Lamb"
 """Keras's optimizers that update each variable by itself, and keep all they know of it in slots."""
 
 _OWN_METHODS = {"__init__", "build", "update_step", "get_config", "from_config"}
@@ -69,7 +57,7 @@ def why_not_alone(optimizer: Any) -> str:
         )
     script_class = type(optimizer)
     base = next((cls for cls in script_class.__mro__ if belongs_to_keras(cls)), None)
-    if base is None or base.__name__ not in _STATE_IN_SLOTS:
+    if base is None or base.__name__ not in _STATE_IN_SLOTS.split():
         name = (base or script_class).__name__
         return f"{name} may keep state of a variable elsewhere than in its slots"
     optimizer_class = keras.optimizers.Optimizer
@@ -253,7 +241,7 @@ def with_averages(
 ) -> Any:
     """Call a function of an optimizer with some of the variables that it trains, given by their positions."""
     chosen = [trained[index] for index in indices]
-    # tf-keras looks the average of each variable up.
+    # tf-keras looks up the average of each variable, so that no other averages are in the way.
     if not is_keras_3(keras_of(optimizer)):
         return act(chosen)
     averages = getattr(optimizer, _AVERAGES)

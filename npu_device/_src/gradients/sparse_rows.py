@@ -22,6 +22,8 @@ from npu_device._src.collectives.moves import gather_ragged
 _DISTINCT = {"Unique": 0, "UniqueV2": 0}
 _DISTINCT.update({f"SparseSegment{name}GradV2": 1 for name in ("Sum", "Mean", "SqrtN")})
 
+RowsAndIndices = tuple[tf.Tensor, tf.Tensor]
+
 
 class TableRows:
     """The lookups in a table that a gradient at a position of a list has rows of, as the graph tells.
@@ -62,7 +64,7 @@ class TableRows:
 
     def _in_order_of_lookups(
         self, engine: AgreedEngine, rows: tf.Tensor, indices: tf.Tensor, own_counts: tf.Tensor
-    ) -> tuple[tf.Tensor, tf.Tensor]:
+    ) -> RowsAndIndices:
         """Return the rows of all ranks by lookup, added up where a lookup has one for each index."""
         lookups = len(self._is_distinct)
         # The counts stand by rank, then by lookup.
@@ -113,7 +115,7 @@ def add_up_slices(
     size = engine.group.size
     own_rows, own_indices = _add_up_duplicates(slices.values, slices.indices)
 
-    def gathered() -> tuple[tf.Tensor, tf.Tensor]:
+    def gathered() -> RowsAndIndices:
         # One row per index, as in the dense table: a norm over the rows must not depend on how they were reduced.
         all_rows = tf.cast(_gather_rows(engine, own_rows, wire), sum_dtype(dtype))
         rows, row_indices = _add_up_duplicates(all_rows, gather_ragged(engine, own_indices))
@@ -126,7 +128,7 @@ def add_up_slices(
         return tf.IndexedSlices(*gathered())
     length = tf.cast(slices.dense_shape[0], tf.int32)
 
-    def dense() -> tuple[tf.Tensor, tf.Tensor]:
+    def dense() -> RowsAndIndices:
         table = tf.math.unsorted_segment_sum(own_rows, own_indices, length)
         [[total]] = engine.all_reduce([[table]], reduction, wire)
         # Only picked rows are sent: an optimizer may move those that it is given, even by a gradient of 0.
@@ -146,6 +148,6 @@ def _gather_rows(engine: AgreedEngine, rows: tf.Tensor, wire: Wire) -> tf.Tensor
     return tf.cast(gather_ragged(engine, tf.cast(rows, wire_dtype(rows.dtype, wire))), rows.dtype)
 
 
-def _add_up_duplicates(rows: tf.Tensor, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+def _add_up_duplicates(rows: tf.Tensor, indices: tf.Tensor) -> RowsAndIndices:
     unique, position = tf.unique(indices)
     return tf.math.unsorted_segment_sum(rows, position, tf.size(unique)), unique

@@ -199,7 +199,7 @@ def PartialDistributedGradientTape(
 
 @functools.cache
 def _distributed(original: Any) -> Any:
-    @tf.autograph.experimental.do_not_convert
+    @compat.do_not_convert
     def gradient(
         self: Any,
         target: Any,
@@ -227,7 +227,7 @@ def _distributed(original: Any) -> Any:
         """Leave the gradient of a variable to each rank."""
         self.npu_local.add(source)
 
-    @tf.autograph.experimental.do_not_convert
+    @compat.do_not_convert
     def get_local_and_global_gradients(
         self: Any, target: Any, sources: Any, *args: Any, **kwargs: Any
     ) -> Any:

@@ -13,7 +13,7 @@ from npu_device._src.training.distribute import ranks
 from npu_device._src.training.watching.own_parts import warn_of_file
 from npu_device._src.training.watching.wrapped_optimizers import carrier, reducer_of
 
-_as_it_is = tf.autograph.experimental.do_not_convert
+_as_it_is = compat.do_not_convert
 
 
 class LocalSources:

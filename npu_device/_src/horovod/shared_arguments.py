@@ -5,20 +5,12 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-_NO_EFFECT = {
-    *(
-        "name",
-        "device",
-        "device_dense",
-        "device_sparse",
-        "ignore_name_scope",
-        "inplace",
-        "session",
-        "process_set",
-    ),
-    # A mean doesn't depend on where it is divided, and the split strategy groups the gradients.
-    *("gradient_predivide_factor", "use_locking", "num_groups", "groups", "scale_local_gradients"),
-}
+# A mean doesn't depend on where it is divided, and the split strategy groups the gradients.
+_IGNORED = (
+    "name device device_dense device_sparse ignore_name_scope inplace session process_set "
+    "gradient_predivide_factor use_locking num_groups groups scale_local_gradients"
+)
+_NO_EFFECT = frozenset(_IGNORED.split())
 _DESCRIPTIONS = {
     "tensor": "a tensor, variable, array, number or ``tf.IndexedSlices`` of the same shape and dtype on every rank; in "
     "gathers and alltoall, the first dimension may differ.",

@@ -82,7 +82,7 @@ def reduction_of_op(op: int | None, average: bool | None = None) -> str:
 def operation(call: Any) -> Any:
     """Let an operation take arguments without effect, and raise what Horovod raises when the ranks' calls differ."""
 
-    @tf.autograph.experimental.do_not_convert
+    @compat.do_not_convert
     @functools.wraps(call)
     def run(*args: Any, **kwargs: Any) -> Any:
         try:

@@ -12,6 +12,8 @@ from typing import Any
 
 import tensorflow as tf
 
+Triple = tuple[tf.Tensor, tf.Tensor, tf.Tensor]
+
 
 def adam_apply_one_assign(
     input0: Any,
@@ -25,7 +27,7 @@ def adam_apply_one_assign(
     mul3_x: Any,
     add2_y: Any,
     name: str | None = None,
-) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+) -> Triple:
     """Return the new second moment, first moment and weights of a step of Adam without bias correction.
 
     Args:
@@ -59,7 +61,7 @@ def adam_apply_one_with_decay_assign(
     mul4_x: Any,
     add2_y: Any,
     name: str | None = None,
-) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+) -> Triple:
     """Return what ``adam_apply_one_assign`` returns, with decoupled weight decay.
 
     Args:
@@ -90,7 +92,7 @@ def lamb_apply_optimizer_assign(
     do_use_weight: Any,
     weight_decay_rate: Any,
     name: str | None = None,
-) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+) -> Triple:
     """Return the first half of a step of LAMB: the update before the norms of the layer scale it, and the new second
     and first moment.
 

@@ -118,7 +118,7 @@ class Models:
         from npu_device._src.world.current_step import current_step
 
         @functools.wraps(original)
-        @tf.autograph.experimental.do_not_convert
+        @compat.do_not_convert
         def apply(optimizer: Any, grads: Any, *args: Any, **keywords: Any) -> Any:
             # Steps inside fit are those of replicated models.
             if current_step() is None and world_unless_child() is not None:

@@ -13,14 +13,16 @@ from pathlib import Path
 
 from npu_device._src.cluster.time_limits import SETTLED_SECONDS, SWEEP_SECONDS
 
+Descriptions = dict[int, str]  # by the number of a thread, descriptor or process
+
 
 @dataclass(frozen=True)
 class Held:
-    """The threads, descriptors and children of this process, by their numbers, with a description each."""
+    """The threads, descriptors and children of this process."""
 
-    threads: dict[int, str]
-    descriptors: dict[int, str]
-    children: dict[int, str]
+    threads: Descriptions
+    descriptors: Descriptions
+    children: Descriptions
 
     def beyond(
         self,
@@ -37,7 +39,7 @@ class Held:
 
 
 def _added(
-    noun: str, numbered: dict[int, str], at_start: dict[int, str], allowed: Container[int]
+    noun: str, numbered: Descriptions, at_start: Descriptions, allowed: Container[int]
 ) -> list[str]:
     leaked = []
     for number, description in numbered.items():
@@ -72,7 +74,7 @@ def left_since(
     return leaks
 
 
-def _descriptors() -> dict[int, str]:
+def _descriptors() -> Descriptions:
     descriptors = {}
     # TensorFlow 2.15 keeps this file open from when it makes its devices; 2.20 doesn't.
     kept_by_tensorflow = f"/proc/{os.getpid()}/cmdline"
@@ -85,7 +87,7 @@ def _descriptors() -> dict[int, str]:
     return descriptors
 
 
-def children_of(pid: int | str) -> dict[int, str]:
+def children_of(pid: int | str) -> Descriptions:
     """Return the command lines of the children of a process; it is empty for one that has ended."""
     children = {}
     # The process may have ended.

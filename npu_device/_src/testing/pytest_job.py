@@ -18,25 +18,15 @@ from npu_device._src.pools.pool import Pool
 from npu_device._src.testing import pytest_rank, run
 from npu_device._src.testing.marked_tests import size_of
 
+# All tests are collected, and the process of the test selects. Ranks have no terminal, and so no debugger.
+_SWITCHED_OFF = "collectonly lf failedfirst newfirst stepwise usepdb trace looponfail"
 _OPTIONS_OF_RANKS: dict[str, Any] = {
-    # All tests are collected, and the process of the test selects.
-    "collectonly": False,
-    "keyword": "",
-    "markexpr": "",
-    "deselect": None,
+    **dict.fromkeys(_SWITCHED_OFF.split(), False),
+    **dict.fromkeys(("keyword", "markexpr"), ""),
+    **dict.fromkeys(("deselect", "npu_ranks", "numprocesses")),
     "maxfail": 0,
-    "npu_ranks": None,
-    "lf": False,
-    "failedfirst": False,
-    "newfirst": False,
-    "stepwise": False,
-    # Ranks run without a terminal, and so without a debugger.
-    "usepdb": False,
-    "trace": False,
     "dist": "no",
     "tx": [],
-    "numprocesses": None,
-    "looponfail": False,
 }
 """The options in which the sessions of the ranks differ."""
 

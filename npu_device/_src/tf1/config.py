@@ -29,15 +29,13 @@ _OPTIONS = {
     "aoe_config_file": ("s", "aoe_config.aoe_config_file"),
 }
 
+_REWRITES = (
+    "function_optimization constant_folding shape_optimization arithmetic_optimization loop_optimization "
+    "dependency_optimization layout_optimizer"
+)
 experimental_options: dict[str, Any] = {
     "disable_model_pruning": False,
-    "function_optimization": RewriterConfig.ON,
-    "constant_folding": RewriterConfig.ON,
-    "shape_optimization": RewriterConfig.ON,
-    "arithmetic_optimization": RewriterConfig.ON,
-    "loop_optimization": RewriterConfig.ON,
-    "dependency_optimization": RewriterConfig.ON,
-    "layout_optimizer": RewriterConfig.ON,
+    **dict.fromkeys(_REWRITES.split(), RewriterConfig.ON),
 }
 """Ascend's table of what its compiler leaves to TensorFlow. Changing it has no effect here."""
 

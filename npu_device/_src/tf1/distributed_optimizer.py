@@ -28,6 +28,9 @@ from npu_device._src.training.sharding.divided_update import tell_if_asked
 _WRAPPED = "_npu_reduces_gradients"
 _LARGEST = 3.4e38
 
+GradientPairs = list[tuple[Any, Any]]
+"""Gradients with their variables."""
+
 
 class DelegatingOptimizer(tf.compat.v1.train.Optimizer):
     """A TensorFlow 1 optimizer around another one, which holds the slots and makes the updates."""
@@ -39,7 +42,7 @@ class DelegatingOptimizer(tf.compat.v1.train.Optimizer):
         for method in ("get_slot", "get_slot_names", "variables"):
             setattr(self, method, getattr(optimizer, method))
 
-    def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
+    def compute_gradients(self, *args: Any, **kwargs: Any) -> GradientPairs:
         return list(self._optimizer.compute_gradients(*args, **kwargs))
 
     def apply_gradients(self, *args: Any, **kwargs: Any) -> Any:
@@ -74,7 +77,7 @@ class NPUDistributedOptimizer(DelegatingOptimizer):
         if not is_weight_update_sharding:
             tell_if_asked(world_unless_child(), "it is an optimizer of TensorFlow 1")
 
-    def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
+    def compute_gradients(self, *args: Any, **kwargs: Any) -> GradientPairs:
         return _averaged(super().compute_gradients(*args, **kwargs))
 
     def apply_gradients(self, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
@@ -120,12 +123,12 @@ def _require_unwrapped(optimizer: Any) -> None:
         )
 
 
-def _compute_gradients(self: Any, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
+def _compute_gradients(self: Any, *args: Any, **kwargs: Any) -> GradientPairs:
     # The class still has the method that doesn't average.
     return _averaged(type(self).compute_gradients(self, *args, **kwargs))
 
 
-def _averaged(pairs: Any) -> list[tuple[Any, Any]]:
+def _averaged(pairs: Any) -> GradientPairs:
     pairs = list(pairs)
     if device.unless_child() is None:
         return pairs
@@ -315,7 +318,7 @@ class NPULossScaleOptimizer(DelegatingOptimizer):
         self._manager = loss_scale_manager
         self._is_distributed = is_distributed
 
-    def compute_gradients(self, loss: Any, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
+    def compute_gradients(self, loss: Any, *args: Any, **kwargs: Any) -> GradientPairs:
         scale = self._manager.get_loss_scale()
 
         def scaled(loss: tf.Tensor) -> tf.Tensor:

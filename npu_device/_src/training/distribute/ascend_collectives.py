@@ -30,7 +30,7 @@ from npu_device._src.world.world import World
 _REDUCTIONS = ("sum", "max", "min", "prod")
 
 
-@tf.autograph.experimental.do_not_convert
+@compat.do_not_convert
 def allreduce(
     tensor: Any, reduction: str, fusion: int = 1, fusion_id: int = -1, group: str = WORLD_GROUP
 ) -> Any:
@@ -60,7 +60,7 @@ def allreduce(
     return reduced
 
 
-@tf.autograph.experimental.do_not_convert
+@compat.do_not_convert
 def allgather(
     tensor: Any, rank_size: int, group: str = WORLD_GROUP, fusion: int = 0, fusion_id: int = -1
 ) -> Any:
@@ -87,7 +87,7 @@ def allgather(
     return _moves.all_gather(world.job, compat.to_tensor(tensor), world.group)
 
 
-@tf.autograph.experimental.do_not_convert
+@compat.do_not_convert
 def broadcast(
     tensor: Sequence[Any],
     root_rank: int,
@@ -124,7 +124,7 @@ def broadcast(
     return list(map(overwriting, tensor, sent))
 
 
-@tf.autograph.experimental.do_not_convert
+@compat.do_not_convert
 def reduce(
     tensor: Any,
     reduction: str,
@@ -157,7 +157,7 @@ def reduce(
     return _ops.reduce(world.job, compat.to_tensor(tensor), reduction, root_rank, world.group)
 
 
-@tf.autograph.experimental.do_not_convert
+@compat.do_not_convert
 def reduce_scatter(
     tensor: Any,
     reduction: str,
@@ -192,7 +192,7 @@ def reduce_scatter(
     return _ops.reduce_scatter(world.job, compat.to_tensor(tensor), reduction, world.group)
 
 
-@tf.autograph.experimental.do_not_convert
+@compat.do_not_convert
 def send(tensor: Any, sr_tag: int, dest_rank: int, group: str = WORLD_GROUP) -> Any:
     """Send a tensor to one other rank, which calls ``receive`` with the same ``sr_tag``.
 
@@ -216,7 +216,7 @@ def send(tensor: Any, sr_tag: int, dest_rank: int, group: str = WORLD_GROUP) -> 
     return _moves.send(world.job, compat.to_tensor(tensor), sr_tag, dest_rank, world.group)
 
 
-@tf.autograph.experimental.do_not_convert
+@compat.do_not_convert
 def receive(
     shape: Any, data_type: Any, sr_tag: int, src_rank: int, group: str = WORLD_GROUP
 ) -> Any:
@@ -241,7 +241,7 @@ def receive(
     return _moves.receive(world.job, shape, tf.as_dtype(data_type), sr_tag, src_rank, world.group)
 
 
-@tf.autograph.experimental.do_not_convert
+@compat.do_not_convert
 def all_to_all_v(
     send_data: Any,
     send_counts: Any,
@@ -285,7 +285,7 @@ def all_to_all_v(
     )
 
 
-@tf.autograph.experimental.do_not_convert
+@compat.do_not_convert
 def all_to_all_v_c(
     send_data: Any,
     send_count_matrix: Any,
@@ -350,7 +350,7 @@ def _generated(name: str, function: Callable[..., Any], **names: str) -> Callabl
     call.__signature__ = renamed  # type: ignore[attr-defined]
     for own_name, new_name in names.items():
         call.__doc__ = str(call.__doc__).replace(f" {own_name}: ", f" {new_name}: ")
-    return tf.autograph.experimental.do_not_convert(call)
+    return compat.do_not_convert(call)
 
 
 hcom_all_reduce = _generated("hcom_all_reduce", allreduce, tensor="input")

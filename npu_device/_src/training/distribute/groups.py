@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import tensorflow as tf
-
+from npu_device._src import compat
 from npu_device._src.collectives.group import (
     WORLD_GROUP,
     Group,
@@ -26,7 +25,7 @@ _alone: dict[str, Group] = {}
 """The groups that a script has made on a single device, or in a child of a rank, where there is no job."""
 
 
-@tf.autograph.experimental.do_not_convert
+@compat.do_not_convert
 def create_group(group: str, rank_num: int, rank_ids: list[int]) -> None:
     """Create a group from some of the ranks of the job; each member makes the same call before it uses the group.
 
@@ -86,7 +85,7 @@ def create_group(group: str, rank_num: int, rank_ids: list[int]) -> None:
     groups[group] = Group(group, members, members.index(rank))
 
 
-@tf.autograph.experimental.do_not_convert
+@compat.do_not_convert
 def destroy_group(group: str) -> None:
     """Free a group on the calling rank; its name can be used again.
 
@@ -111,7 +110,7 @@ def destroy_group(group: str) -> None:
         job.forget_group(group)
 
 
-@tf.autograph.experimental.do_not_convert
+@compat.do_not_convert
 def get_rank_size(group: str = WORLD_GROUP) -> int:
     """Return the number of ranks in a group; 1 on a single device.
 
@@ -127,7 +126,7 @@ def get_rank_size(group: str = WORLD_GROUP) -> int:
     return _find(group).size
 
 
-@tf.autograph.experimental.do_not_convert
+@compat.do_not_convert
 def get_local_rank_size(group: str = WORLD_GROUP) -> int:
     """Return the number of ranks of the group on the host of the caller; 1 on a single device.
 
@@ -140,7 +139,7 @@ def get_local_rank_size(group: str = WORLD_GROUP) -> int:
     return len(_neighbours(group))
 
 
-@tf.autograph.experimental.do_not_convert
+@compat.do_not_convert
 def get_rank_id(group: str = WORLD_GROUP) -> int:
     """Return the rank of this process in a group; 0 on a single device.
 
@@ -156,7 +155,7 @@ def get_rank_id(group: str = WORLD_GROUP) -> int:
     return _find(group).rank
 
 
-@tf.autograph.experimental.do_not_convert
+@compat.do_not_convert
 def get_local_rank_id(group: str = WORLD_GROUP) -> int:
     """Return the index of this rank, from 0, among the ranks of the group on its host; 0 on a single device.
 
@@ -169,7 +168,7 @@ def get_local_rank_id(group: str = WORLD_GROUP) -> int:
     return _neighbours(group).index(_find(group).rank)
 
 
-@tf.autograph.experimental.do_not_convert
+@compat.do_not_convert
 def get_world_rank_from_group_rank(group: str, group_rank_id: int) -> int:
     """Return the world rank of the member of a group.
 
@@ -190,7 +189,7 @@ def get_world_rank_from_group_rank(group: str, group_rank_id: int) -> int:
     return members.ranks[group_rank_id]
 
 
-@tf.autograph.experimental.do_not_convert
+@compat.do_not_convert
 def get_group_rank_from_world_rank(world_rank_id: int, group: str) -> int:
     """Return the group rank of one of the ranks of the job.
 

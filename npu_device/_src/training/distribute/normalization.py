@@ -20,7 +20,7 @@ from npu_device._src.world.current_step import CurrentStep, current_step
 from npu_device._src.world.world import World
 
 _log = logging.getLogger("npu_device")
-_as_it_is = tf.autograph.experimental.do_not_convert
+_as_it_is = compat.do_not_convert
 
 Exchange = Callable[[tf.Tensor], tf.Tensor]
 """Returns the sum of all ranks' tensors: floating-point numbers, shape [n]."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from npu_device._src import compat
 from npu_device._src.gradients.reduction import ReductionOptions, reduce_list, weighted, with_values
 from npu_device._src.training.distribute.reduce_values import floating
 from npu_device._src.training.distribute.synchronized_layers import note_reduced
@@ -15,7 +16,7 @@ from npu_device._src.training.opening import device
 from npu_device._src.training.opening.current_world import current_world, world_unless_child
 
 
-@tf.autograph.experimental.do_not_convert
+@compat.do_not_convert
 def rank() -> int:
     """Return the rank of this process, from 0; 0 on a single device. A child process gets the rank of its parent.
 
@@ -32,7 +33,7 @@ def rank() -> int:
     return process.rank
 
 
-@tf.autograph.experimental.do_not_convert
+@compat.do_not_convert
 def size() -> int:
     """Return the number of ranks in the job, also in a child process of a rank; 1 on a single device.
 
@@ -45,7 +46,7 @@ def size() -> int:
     return process.world_size
 
 
-@tf.autograph.experimental.do_not_convert
+@compat.do_not_convert
 def local_rank() -> int:
     """Return the number of this process among the ranks of its host, from 0; 0 on a single device. A child process of a
     rank gets the number of its parent.
@@ -59,7 +60,7 @@ def local_rank() -> int:
     return process.local_rank
 
 
-@tf.autograph.experimental.do_not_convert
+@compat.do_not_convert
 def local_size() -> int:
     """Return the number of ranks on this host, also in a child process of a rank; 1 on a single device.
 
@@ -72,7 +73,7 @@ def local_size() -> int:
     return process.local_size
 
 
-@tf.autograph.experimental.do_not_convert
+@compat.do_not_convert
 def is_main() -> bool:
     """Return True on rank 0, which writes and prints.
 
@@ -192,7 +193,7 @@ def rank_zero_first() -> Iterator[bool]:
     yield False
 
 
-@tf.autograph.experimental.do_not_convert
+@compat.do_not_convert
 def weighted_mean(values: Any, weight: Any) -> Any:
     """Average values over the ranks, weighted for instance by the number of samples of each rank.
 

@@ -23,7 +23,7 @@ from npu_device._src.world.current_step import CurrentStep, current_step
 from npu_device._src.world.world import World
 
 
-@tf.autograph.experimental.do_not_convert
+@compat.do_not_convert
 def all_reduce(
     values: Any,
     reduction: str = "mean",
@@ -169,7 +169,7 @@ def _to_tensor(value: Any) -> Any:
     return compat.to_tensor(value)
 
 
-@tf.autograph.experimental.do_not_convert
+@compat.do_not_convert
 def all_gather(tensor: Any) -> Any:
     """Put the tensors of all ranks one after the other along the first axis; every rank gets the result.
 

@@ -48,7 +48,7 @@ class SyncBatchNormalization(_Base):
         super().__init__(*args, synchronized=True, **kwargs)
 
 
-@tf.autograph.experimental.do_not_convert
+@compat.do_not_convert
 def _of_all_ranks(self: Any, *args: Any, **kwargs: Any) -> Any:
     own = getattr(super(SyncBatchNormalization, self), compat.moments_method(self))
     return moments_of_all_ranks(self, own, WORLD_GROUP, *args, **kwargs)

@@ -25,7 +25,7 @@ from npu_device._src.world.world import World
 _log = logging.getLogger("npu_device")
 
 
-@tf.autograph.experimental.do_not_convert
+@compat.do_not_convert
 def broadcast(
     values: Any, root_rank: int = 0, fusion: int = 2, fusion_id: int = 0, group: str = WORLD_GROUP
 ) -> Any:
@@ -152,7 +152,7 @@ def require_no_strategy(model: Any) -> None:
 VARIABLES_OF_ONE_RANK = "npu_device/variables_of_one_rank"
 
 
-@tf.autograph.experimental.do_not_convert
+@compat.do_not_convert
 def grouping_gradients_apply(
     apply_func: Callable[..., Any], grads_and_vars: Any, *args: Any, **kwargs: Any
 ) -> Any:
@@ -222,7 +222,7 @@ def _finite_if_all_are(own_pairs: Sequence[Any], gradients: Sequence[Any]) -> li
     return pairs
 
 
-@tf.autograph.experimental.do_not_convert
+@compat.do_not_convert
 def grouping_broadcast(variables: Any) -> Any:
     """Overwrite each variable with the value of the rank whose share it is in.
 

@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from npu_device._src import compat
+from npu_device._src.collectives.dtypes import TensorList
 from npu_device._src.training.fit.random_operations import is_draw
 
 # Transfers end the search: their results are known to the other ranks, too, and depend on no rank's numbers.
@@ -56,7 +57,7 @@ class DataFlow:
                 reach.draws.add(operation.name)
         return reach
 
-    def _sources(self, tensor: tf.Tensor) -> list[tf.Tensor]:
+    def _sources(self, tensor: tf.Tensor) -> TensorList:
         """Return the tensors from which one is computed; none for a draw, and for what comes from all ranks."""
         operation = tensor.op
         is_start = operation.name in self._inputs or is_draw(operation)
@@ -67,7 +68,7 @@ class DataFlow:
             return list(operation.inputs)
         return call.sources(tensor.value_index)
 
-    def draws_behind(self, targets: Iterator[list[tf.Tensor]]) -> set[str]:
+    def draws_behind(self, targets: Iterator[TensorList]) -> set[str]:
         """Return the draws behind targets that don't depend on this rank's samples: all ranks have to have the same."""
         draws: set[str] = set()
         for reach in map(self.reach, targets):
@@ -77,14 +78,14 @@ class DataFlow:
 
     # The tensors by which branches and loops decide, and those assigned to variables
 
-    def decisions(self) -> Iterator[list[tf.Tensor]]:
+    def decisions(self) -> Iterator[TensorList]:
         """Yield tensors of this graph by which its branches and loops, and those inside them, decide."""
         for call in self._calls.values():
             if not call.is_function:
                 yield call.deciding_tensors()
         yield from self._from_inside(DataFlow.decisions)
 
-    def assignments(self) -> Iterator[list[tf.Tensor]]:
+    def assignments(self) -> Iterator[TensorList]:
         """Yield tensors of this graph that are assigned to variables, also inside branches, loops and functions."""
         for operation in self.graph.get_operations():
             if operation.type.startswith(_ASSIGNMENTS):
@@ -93,8 +94,8 @@ class DataFlow:
         yield from self._from_inside(DataFlow.assignments)
 
     def _from_inside(
-        self, find: Callable[[DataFlow], Iterator[list[tf.Tensor]]]
-    ) -> Iterator[list[tf.Tensor]]:
+        self, find: Callable[[DataFlow], Iterator[TensorList]]
+    ) -> Iterator[TensorList]:
         """Yield what is found in the functions inside, as tensors of this graph."""
         for call, inner in self._inner_flows():
             for tensors in find(inner):
@@ -138,7 +139,7 @@ class _Call:
         for flows in self._flows.values():
             yield from flows
 
-    def sources(self, output: int) -> list[tf.Tensor]:
+    def sources(self, output: int) -> TensorList:
         """Return the tensors around the operation on which one of its outputs depends."""
         if self._is_loop:
             # The outputs of a loop are its variables, one for each input.
@@ -148,7 +149,7 @@ class _Call:
             inputs |= flow.reach([flow.graph.outputs[output]]).inputs
         return [*self.deciding_tensors(), *self.arguments(inputs)]
 
-    def deciding_tensors(self) -> list[tf.Tensor]:
+    def deciding_tensors(self) -> TensorList:
         """Return the tensors by which the operation decides; none for a function."""
         if self.is_function:
             return []
@@ -156,7 +157,7 @@ class _Call:
             return self.arguments(set())
         return [self._operation.inputs[0]]
 
-    def arguments(self, inputs: set[int]) -> list[tf.Tensor]:
+    def arguments(self, inputs: set[int]) -> TensorList:
         """Return the tensors around the operation that some inputs of its functions are given.
 
         For a loop, these are all that the inputs and its number of rounds depend on.

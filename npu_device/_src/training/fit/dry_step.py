@@ -24,8 +24,6 @@ from npu_device._src.training.watching.wrapped_optimizers import reducer_of
 from npu_device._src.world.current_step import CurrentStep, current_step
 from npu_device._src.world.share import Share
 
-_as_it_is = tf.autograph.experimental.do_not_convert
-
 
 class NotChecked(Exception):
     """The check can't run the step; the text says why."""
@@ -47,7 +45,7 @@ class StepResults:
     gradients: list[Any]
     losses: list[Any]  # losses that layers have added
     state: list[np.ndarray]  # values of the variables that the step has changed
-    # Losses, and what metrics and logs are given; see ``CurrentStep.is_sum``.
+    # By name, the losses, and the numbers that metrics and logs are given; see ``CurrentStep.is_sum``.
     numbers: dict[str, float]
     chosen: list[np.ndarray]  # tensors that were asked for
 
@@ -99,7 +97,7 @@ class DryStep:
         function = tf.function(step, autograph=autograph)
         return function.get_concrete_function(spec, number, number, flag)
 
-    @_as_it_is
+    @compat.do_not_convert
     def _begin(self, batch: Any, units: Any, total: Any, is_first: Any) -> Share:
         """Let the model work on a part of a batch, as in a step of ``fit``, while the step is traced."""
         replaced = Replaced()
@@ -132,7 +130,7 @@ class DryStep:
         note_numbers(step, self._context.parts.metrics, replaced)
         return share
 
-    @_as_it_is
+    @compat.do_not_convert
     def _note_logs(self, logs: Any) -> None:
         for number in tf.nest.flatten(logs):
             self.step.is_sum(LOGS, number)
@@ -171,7 +169,7 @@ class DryStep:
             if hasattr(recorded, "apply"):
                 replaced.replace(recorded, "apply", apply)
 
-    @_as_it_is
+    @compat.do_not_convert
     def _returned_tensors(self) -> Any:
         """Return the tensors of which ``StepResults`` are made, and what the ranks send."""
         graph = self._world.graph

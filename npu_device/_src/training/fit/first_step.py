@@ -334,12 +334,11 @@ def _by_handle(variables: Iterable[Any]) -> dict[int, Any]:
     return {id(compat.handle_of(variable)): variable for variable in variables}
 
 
-_LOSSES = {
-    "binarycrossentropy", "binaryfocalcrossentropy", "categoricalcrossentropy", "categoricalfocalcrossentropy",
-    "categoricalhinge", "cosinesimilarity", "hinge", "huber", "kldivergence", "logcosh", "meanabsoluteerror",
-    "meanabsolutepercentageerror", "meansquarederror", "meansquaredlogarithmicerror", "poisson",
-    "sparsecategoricalcrossentropy", "squaredhinge",
-}  # fmt: skip
+_LOSSES = (
+    "binarycrossentropy binaryfocalcrossentropy categoricalcrossentropy categoricalfocalcrossentropy categoricalhinge "
+    "cosinesimilarity hinge huber kldivergence logcosh meanabsoluteerror meanabsolutepercentageerror meansquarederror "
+    "meansquaredlogarithmicerror poisson sparsecategoricalcrossentropy squaredhinge"
+)
 """Those that have one value for each sample. Dice, Tversky and CircleLoss, for instance, compare the samples."""
 
 _LAYERS_OF_SCRIPTS = (*xla.LAYERS_OF_SCRIPTS, "AddLoss")
@@ -368,7 +367,7 @@ def _is_well_known_loss(loss: Any) -> bool:
     definition = getattr(loss, "fn", None) or type(loss)
     name = getattr(definition, "__name__", "").lower().replace("_", "")
     is_from_keras = compat.belongs_to_keras(type(loss)) and compat.belongs_to_keras(definition)
-    return is_from_keras and name in _LOSSES
+    return is_from_keras and name in _LOSSES.split()
 
 
 def _treats_samples_apart(layer: Any) -> bool:

@@ -16,10 +16,7 @@ from npu_device._src.comparison.trial import Trial
 from npu_device._src.training.fit.graph_lines import where
 
 _TAPE = "gradient_tape/"  # prefix of the names of operations that a tape has made
-_NOT_LINEAR = {
-    "ClipByValue", "L2Loss", "Maximum", "Minimum", "Pow", "Rsqrt", "Sign", "Sqrt", "Square", "SquaredDifference",
-    "Tanh",
-}  # fmt: skip
+_NOT_LINEAR = "ClipByValue L2Loss Maximum Minimum Pow Rsqrt Sign Sqrt Square SquaredDifference Tanh"
 _MOST_TENSORS = 3000
 _MOST_FETCHED_ELEMENTS = 4096  # most elements of a vector that is fetched
 
@@ -62,7 +59,7 @@ def line_that_clips(gradients: Sequence[Any], reduced: Sequence[Any]) -> str | N
 
     behind = compat.tensors_behind(tensors, is_reduced_or_by_tape)
     operations = {tensor.op.name: tensor.op for tensor in behind}.values()
-    suspects = [operation for operation in operations if operation.type in _NOT_LINEAR]
+    suspects = [operation for operation in operations if operation.type in _NOT_LINEAR.split()]
     # The fewer scopes an operation is in, the nearer it is to the line of the script.
     for suspect in sorted(suspects, key=lambda operation: len(operation.name)):
         sources = compat.tensors_behind(suspect.inputs, is_reduced)

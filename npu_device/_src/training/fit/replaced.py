@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Callable
 
-import tensorflow as tf
-
 from npu_device._src import compat
-
-_as_it_is = tf.autograph.experimental.do_not_convert
 
 
 class Replaced:
@@ -23,7 +19,9 @@ class Replaced:
         """Replace a method of an object, and of no class, by ``hook(own method, *arguments)``."""
         method = compat.converted(owner, name)
         self.keep(owner, name)
-        vars(owner)[name] = _as_it_is(lambda *args, **kwargs: hook(method, *args, **kwargs))
+        vars(owner)[name] = compat.do_not_convert(
+            lambda *args, **kwargs: hook(method, *args, **kwargs)
+        )
 
     def keep(self, owner: Any, name: str) -> None:
         """Give an object this attribute back as it is now, whatever sets it until then."""

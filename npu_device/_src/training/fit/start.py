@@ -75,7 +75,7 @@ def build(
 
 
 def _trace(model: Any, step: Callable[[Any], Any], spec: Any, divide: Callable[[Any], Any]) -> None:
-    share = tf.autograph.experimental.do_not_convert(lambda batch: divide(without_optional(batch)))
+    share = compat.do_not_convert(lambda batch: divide(without_optional(batch)))
     training_state.trace_step(model, lambda batch: step(share(batch)), spec)
 
 

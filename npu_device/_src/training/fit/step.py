@@ -38,8 +38,6 @@ _COMPUTED_LOGS_WARNING = (
 LOGS = "logs"
 """The name of the logs of a step among those who take numbers; see ``CurrentStep.is_sum``."""
 
-_as_it_is = tf.autograph.experimental.do_not_convert
-
 
 def train_or_test_step(
     context: StepContext, own_step: Callable[[Any], Any]
@@ -82,7 +80,7 @@ def predict_step(context: StepContext, own_step: Callable[[Any], Any]) -> Callab
 # The batch, taken and checked
 
 
-@_as_it_is
+@compat.do_not_convert
 def _take(context: StepContext, batch: Any) -> Any:
     """Return the batch to work on: rank 0's, if the ranks' differ; else it is counted in their checksum."""
     if is_divided(batch):
@@ -131,7 +129,7 @@ def _broadcast_as_bytes(world: World, tensor: Any) -> Any:
 # The share of this rank, and the step on it
 
 
-@_as_it_is
+@compat.do_not_convert
 def divide(world: World, batch: Any) -> Share:
     """Return the share of this rank in a batch, which may be divided already."""
     if is_divided(batch):
@@ -140,13 +138,13 @@ def divide(world: World, batch: Any) -> Share:
     return share_of_batch(batch, world.rank, world.size, environment.NPU_DEVICE_DIVISION.get())
 
 
-@_as_it_is
+@compat.do_not_convert
 def _entered(context: StepContext, share: Share) -> Step:
     """Return the context of one step, made without AutoGraph."""
     return Step(context, share)
 
 
-@_as_it_is
+@compat.do_not_convert
 def _current_step(context: StepContext, share: Share) -> CurrentStep:
     return CurrentStep(
         share, context.is_custom, context.world.reduce, context.world.gather, context.sums
@@ -198,7 +196,7 @@ class Step:
             if error is None:
                 self._context.share_draws(self._random_numbers, self._current.share)
 
-    @_as_it_is
+    @compat.do_not_convert
     def results_of_all(self, logs: Any) -> Any:
         """Give metrics and statistics the values of all ranks, and return the logs with those."""
         self._increments.reduce()
@@ -319,7 +317,7 @@ def _weighted(increment: tf.Tensor, factor: Any) -> tf.Tensor:
 # The logs
 
 
-@_as_it_is
+@compat.do_not_convert
 def _gather(world: World, share: Share, outputs: Any) -> Any:
     """Return all ranks' predictions in the order of the batch; None if there isn't one per sample."""
     leaves = tf.nest.flatten(outputs)

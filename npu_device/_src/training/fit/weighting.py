@@ -150,7 +150,7 @@ def _weighted_loss(optimizer: Any, loss: Any) -> Any:
     return loss * tf.cast(reducer.factor_in(step, optimizer), loss.dtype)
 
 
-@tf.autograph.experimental.do_not_convert
+@compat.do_not_convert
 def _scale_loss(self: Any, loss: Any) -> Any:
     scaled = type(self).scale_loss(self, loss)
     step = current_step()
@@ -160,7 +160,7 @@ def _scale_loss(self: Any, loss: Any) -> Any:
     return _weighted_loss(self, scaled)
 
 
-@tf.autograph.experimental.do_not_convert
+@compat.do_not_convert
 def _minimize(
     self: Any, loss: Any, var_list: Any, *args: Any, tape: Any = None, **kwargs: Any
 ) -> Any:

@@ -21,7 +21,7 @@ from npu_device._src.world.world import World
 
 _Reduce = Callable[..., "list[Gradient]"]
 _GatherRows = Callable[[list[int]], list[list[int]]]
-_as_it_is = tf.autograph.experimental.do_not_convert
+_as_it_is = compat.do_not_convert
 _modes = {"reduces in each step": False}
 
 

@@ -22,7 +22,7 @@ _INITIAL_SCALE, _GROWTH_STEPS = 2.0**15, 2000
 # The factor of growth, and the largest scale, just below the largest float32.
 _FACTOR, _LARGEST = 2.0, 3.4e38
 
-_as_it_is = tf.autograph.experimental.do_not_convert
+_as_it_is = compat.do_not_convert
 _Keras: Any = object  # the Keras class that follows a family in the method resolution order
 
 

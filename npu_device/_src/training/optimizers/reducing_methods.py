@@ -14,7 +14,7 @@ from npu_device._src.training.optimizers.accumulation import save_own_variables,
 from npu_device._src.training.watching.wrapped_optimizers import REDUCER
 
 # Otherwise AutoGraph would rewrite the methods below when an optimizer is called in a tf.function.
-_as_it_is = tf.autograph.experimental.do_not_convert
+_as_it_is = compat.do_not_convert
 
 
 def install(optimizer: Any, keras: Any, reducer: Any) -> None:
