@@ -32,6 +32,11 @@ def mpiexec(kind: str) -> str | None:
     return None
 
 
-def library_of(found: str) -> str:
-    """Return the directory of the library that belongs to an ``mpiexec``."""
-    return str(Path(found).parent.parent / "lib")
+def variables_of(found: str) -> dict[str, str]:
+    """Return the variables by which ranks find the library that belongs to their ``mpiexec``."""
+    library = Path(found).parent.parent / "lib"
+    variables = {"LD_LIBRARY_PATH": str(library)}
+    # mpi4py looks beside Python first, where the wheel of a different MPI may be. Distributions have subdirectories.
+    if any(library.glob("libmpi.so*")):
+        variables["MPI4PY_LIBMPI"] = str(library)
+    return variables

@@ -81,10 +81,10 @@ class ProcessSet:
                 ["taskset", "-c", core, *command] for core, command in zip(pinned, commands)
             ]
         if kind.started_by_mpiexec:
-            command, library = _under_mpiexec(commands, kind.on_hosts)
+            command, variables = _under_mpiexec(commands, kind.on_hosts)
             self._start(
                 command,
-                {**environments[0], "LD_LIBRARY_PATH": library},
+                {**environments[0], **variables},
                 logs / f"{side}.log",
                 theirs,
             )
@@ -200,17 +200,17 @@ class ProcessSet:
         return "\n".join(parts)
 
 
-def _under_mpiexec(commands: list[list[str]], on_hosts: bool) -> tuple[list[str], str]:
-    """Return one command that starts all of them, and the directory of its MPI. Each rank has its own arguments."""
+def _under_mpiexec(commands: list[list[str]], on_hosts: bool) -> tuple[list[str], dict[str, str]]:
+    """Return one command that starts all of them, and its variables. Each rank has its own arguments."""
     found = mpiexecs.mpiexec("MPICH")
     assert found is not None
     line = [word for command in commands for word in (":", "-n", "1", *command)][1:]
     if not on_hosts:
-        return [found, *line], mpiexecs.library_of(found)
+        return [found, *line], mpiexecs.variables_of(found)
     names = ",".join(map(hosts.name, range(len(commands))))
     launcher = ["-launcher", "ssh", "-launcher-exec", str(_ROOT / "benchmarks" / "ssh_to_host")]
     launcher += ["-localhost", hosts.address(0), "-hosts", names]
-    return hosts.on_host(0, [found, *launcher, *line]), mpiexecs.library_of(found)
+    return hosts.on_host(0, [found, *launcher, *line]), mpiexecs.variables_of(found)
 
 
 def clean_environment() -> dict[str, str]:

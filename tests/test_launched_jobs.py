@@ -164,8 +164,7 @@ def test_mpi4py_tells_the_ranks_of_several_hosts_where_they_meet(kind: str) -> N
     # Two hosts that are this machine. Open MPI can't be told so, but its ranks can.
     command += ["-launcher", "fork", "-hosts", "one,two"] if kind == "MPICH" else []
     worker = WORKER if kind == "MPICH" else ["env", "OMPI_COMM_WORLD_LOCAL_SIZE=1", *WORKER]
-    library = mpiexecs.library_of(command[0])
-    found = clusters([*command, "-n", "2", *worker], LD_LIBRARY_PATH=library)
+    found = clusters([*command, "-n", "2", *worker], **mpiexecs.variables_of(command[0]))
     assert [one["rank"] for one in found] == [0, 1]
     assert all(one["has_secret"] for one in found)
 

@@ -35,10 +35,10 @@ def mpiexec(kind: str) -> list[str]:
 def environment_for(command: list[str], **variables: str) -> dict[str, str]:
     """Return the environment of an ``mpiexec`` whose ranks use MPI."""
     path = os.pathsep.join([LEAN, str(_ROOT), *sys.path])
-    library = mpiexecs.library_of(next(word for word in command if word.endswith("mpiexec")))
+    of_library = mpiexecs.variables_of(next(word for word in command if word.endswith("mpiexec")))
     common = {
         **AS_ROOT,
-        "LD_LIBRARY_PATH": library,
+        **of_library,
         "PYTHONPATH": path,
         "TF_CPP_MIN_LOG_LEVEL": "2",
     }
