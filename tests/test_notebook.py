@@ -53,7 +53,8 @@ def place(base, step):
     import npu_device.horovod.tensorflow as hvd
     hvd.init()
     print("a bar", end="\\rits end\\n")
-    return base + step * hvd.rank(), os.environ["COLOUR"]
+    names = "RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE"
+    return base + step * hvd.rank(), os.environ["COLOUR"], [os.environ[f"HOROVOD_{name}"] for name in names]
 
 os.environ["COLOUR"] = "blue"
 print(horovod.run(place, (10,), {"step": 5}, np=2))
@@ -158,11 +159,11 @@ def test_cells_run_on_ranks(kernel: Kernel, tmp_path: Path) -> None:
     assert "[0] rank 0\n" in printed and "[1] rank 1\n" in printed and not error
     assert printed.endswith("[(True, 24.0, False), (True, 24.0, False)]\n")
     printed, error = kernel.run(HOROVOD)
-    assert (
-        printed.endswith("[(10, 'blue'), (15, 'blue')]\n")
-        and "[1] its end\n" in printed
-        and not error
-    )
+    # As npurun --horovod sets them: the rank, the local one and the host, each with its number.
+    placed = [
+        (10 + 5 * rank, "blue", [str(rank), "2", str(rank), "2", "0", "1"]) for rank in range(2)
+    ]
+    assert printed.endswith(f"{placed}\n") and "[1] its end\n" in printed and not error
     shown, error = kernel.run(FAIL)
     assert error == "BadLabel: a bad label"
     assert re.search(

@@ -45,4 +45,9 @@ def run(
                 f"horovod.run was given {name}; it starts its processes on this machine, and their number stays "
                 f"({PAGE}).\nWhat to do: npurun -np N -H a:2,b:2 --horovod train.py"
             )
-    return notebook.run(functools.partial(func, **(kwargs or {})), *args, ranks=np or 1)
+    call = functools.partial(func, **(kwargs or {}))
+    return notebook.call_on_ranks(_HorovodPool, call, args, np or 1)
+
+
+class _HorovodPool(notebook.NotebookPool):
+    has_horovod_variables = True

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from npu_device._src.cluster.time_limits import SWEEP_SECONDS
-from npu_device._src.membership.rank_environment import table_environment
+from npu_device._src.membership.rank_environment import horovod_environment, table_environment
 
 _SERVER = Path(__file__).parent / "fork_server.py"
 # There is a server for each combination of variables with these prefixes, without those that are read later.
@@ -135,13 +135,24 @@ class ForkedProcess:
 
 
 def start_ranks(
-    directory: Path, size: int, arguments: list[str], environment: dict[str, str]
+    directory: Path,
+    size: int,
+    arguments: list[str],
+    environment: dict[str, str],
+    horovod: bool = False,
 ) -> list[ForkedProcess]:
-    """Start a script on the ranks of a job, with a rank table when there are several."""
-    if size == 1:
-        return [ForkedProcess(arguments, environment)]
-    tables = [table_environment(directory, size, rank) for rank in range(size)]
-    return [ForkedProcess(arguments, {**table, **environment}) for table in tables]
+    """Start a script on the ranks of a job, with a rank table when there are several; ``horovod``: also with what
+    Horovod's launcher tells them.
+    """
+    processes = []
+    for rank in range(size):
+        variables = {}
+        if size > 1:
+            variables.update(table_environment(directory, size, rank))
+        if horovod:
+            variables.update(horovod_environment(rank, size, size))
+        processes.append(ForkedProcess(arguments, {**variables, **environment}))
+    return processes
 
 
 def end_all(processes: Sequence[Any], seconds: float) -> list[int]:

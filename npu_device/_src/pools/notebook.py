@@ -42,6 +42,13 @@ def run(function: Callable[..., Any], *arguments: Any, ranks: int = 2) -> list[A
     The output of the ranks appears as it comes, each line with its rank. An interrupt ends the ranks. There is no time
     limit.
     """
+    return call_on_ranks(NotebookPool, function, arguments, ranks)
+
+
+def call_on_ranks(
+    kind: type[NotebookPool], function: Callable[..., Any], arguments: Sequence[Any], ranks: int
+) -> list[Any]:
+    """Do as ``run``, on ranks of a kind."""
     if not callable(function):
         raise TypeError(f"npu.run takes a function first, not a {type(function).__name__}")
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
@@ -49,7 +56,7 @@ def run(function: Callable[..., Any], *arguments: Any, ranks: int = 2) -> list[A
     _require_no_job()
     call, offer = by_value.sent(function, arguments)
     try:
-        pool = _NotebookPool(ranks)
+        pool = kind(ranks)
         output = _Output(pool.processes)
         try:
             answers = pool.ask(by_value.call, (call,), math.inf)
@@ -89,7 +96,7 @@ def _require_no_job() -> None:
         )
 
 
-class _NotebookPool(Pool):
+class NotebookPool(Pool):
     """Ranks with the options and GPUs of this process."""
 
     def _inherited(self) -> dict[str, str]:

@@ -42,7 +42,12 @@ _RANK_BYTES = 400 << 20  # the least memory that a rank needs to itself
 class Pool:
     """``size`` ranks under one Keras ("2" or "3"; by default what the environment says); a single process without any
     job when the size is 1.
+
+    Attributes:
+        has_horovod_variables: the ranks get the variables of Horovod's launcher, too.
     """
+
+    has_horovod_variables = False
 
     def __init__(self, size: int, keras: str | None = None, **environment: str) -> None:
         self.size = size
@@ -81,7 +86,9 @@ class Pool:
         return clean_environment()
 
     def _start(self, arguments: list[str], environment: dict[str, str]) -> list[Any]:
-        return [*start_ranks(Path(self._directory.name), self.size, arguments, environment)]
+        directory = Path(self._directory.name)
+        horovod = self.has_horovod_variables
+        return [*start_ranks(directory, self.size, arguments, environment, horovod)]
 
     def _accept(self, listener: Listener) -> None:
         ranks: dict[int, tuple[Connection, int]] = {}
