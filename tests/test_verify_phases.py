@@ -24,7 +24,8 @@ FITS = (
     + """
 model = npu.distribute.replicate(new_model())
 model.compile(tf.keras.optimizers.Adam(0.01), "mse", run_eagerly={eager})
-model.fit(x, y, batch_size=12, epochs=900, validation_data=(x, y), verbose=0)
+rate = [tf.keras.callbacks.ReduceLROnPlateau("loss"), tf.keras.callbacks.LambdaCallback()]
+model.fit(x, y, batch_size=12, epochs=900, validation_data=(x, y), callbacks=rate, verbose=0)
 model.evaluate(x, y, verbose=0)
 model.layers[0].trainable = False
 model.compile(tf.keras.optimizers.SGD(0.01), "mse")
@@ -55,7 +56,19 @@ def test_causes_in_one_of_several_fits(cause: str, tmp_path: Path) -> None:
         f"2 steps of {kind}, {fit}" for kind, fit in zip(["Adam", "SGD", "SGD", "SGD"], fits)
     ]
     assert (f"in SGD, {fits[-1]}: " if cause else ", ".join(compared)) in verdict.text
-    assert not verdict.missed
+    evaluations, between_epochs = verdict.missed
+    calls = {
+        "the validation in fit": "validation_data",
+        "evaluate": ".evaluate(",
+        "predict": ".predict(",
+    }
+    for name, text in calls.items():
+        [line] = [number for number, code in enumerate(lines, start=1) if text in code]
+        assert re.search(rf"{name}, \S*script.py:{line} ", evaluations), evaluations
+    assert evaluations.count("script.py") == 3
+    assert re.match(
+        rf"ReduceLROnPlateau between epochs: the fit in \S*{fits[0]} ", between_epochs
+    ), between_epochs
 
 
 FULL = pytest.mark.full
@@ -91,7 +104,14 @@ raise KeyError("an error of the script")
 @pytest.mark.parametrize(
     ("seconds", "most", "says"),
     [
-        (3.0, 10**9, ["what follows 3 s after the first step", "calls that train in script.py:31"]),
+        (
+            3.0,
+            10**9,
+            [
+                "what follows 3 s after the first step",
+                "calls that train or evaluate in script.py:31",
+            ],
+        ),
         pytest.param(
             30.0,
             20,

@@ -87,10 +87,11 @@ class Record:
     calls: list[RecordedCall] = field(default_factory=list)
     # The calls that led to any step of an optimizer, by its name: each since the step before, of any optimizer.
     calls_before: dict[str, list[RecordedCall]] = field(default_factory=dict)
-    # Lines that train, with those that called them.
+    # Lines that train or evaluate, with those that called them.
     trained_at: set[str] = field(default_factory=set)
     ended_at: str = ""  # the line where the limit of time ended the script
-    unreached: list[str] = field(default_factory=list)  # lines that would have trained after that
+    # Lines that would have trained or evaluated after that.
+    unreached: list[str] = field(default_factory=list)
     metrics: set[str] = field(default_factory=set)  # names of those of the models in ``fit``
     joined: bool = False  # the process was a rank of a job
     horovod: bool = False  # the script uses Horovod's names

@@ -16,8 +16,11 @@ import threading
 import time
 import weakref
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable, Optional
+
+import tensorflow as tf
 
 from npu_device._src import compat
 from npu_device._src.cluster.time_limits import SWEEP_SECONDS
@@ -29,9 +32,19 @@ from npu_device._src.verify.plan import DONE, PlannedProcess
 # An optimizer isn't waited for once another one of its model has made so many times the steps.
 _RARE = 10
 _TRAINING_CALLS = ("fit", "fit_generator", "train_on_batch", "apply_gradients", "minimize")
+_EVALUATING_CALLS = ("evaluate", "predict")
 
 Stack = tuple[str, ...]
 """Lines of the script, innermost first, as ``train.py:26``."""
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """A call of ``fit`` that runs."""
+
+    model: Any
+    stack: Stack  # where it is in the script
+    on_cut: Callable[[], None]
 
 
 class Phases:
@@ -46,7 +59,9 @@ class Phases:
         self._steps: Counter[tuple[str, Stack]] = Counter()  # steps of each phase
         # The optimizers that each model has in fit.
         self._optimizers: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
-        self._fits: list[tuple[Any, Stack]] = []  # the models that are in fit, and where
+        self._fits: list[_Fit] = []
+        # Epochs that have ended, by the line that calls ``fit``, which may do so in a loop.
+        self._epochs: Counter[Stack] = Counter()
         # Steps of each optimizer that the single process has recorded.
         self._single_steps: Optional[Counter[str]] = None
         self._is_closed = False
@@ -58,11 +73,22 @@ class Phases:
         # looked at.
         threading.Thread(target=self._watch, name="npu_verify", daemon=True).start()
 
-    def fit(self, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call ``fit``, as a phase."""
+    def note_place(self) -> Stack:
+        """Note that the script has reached the lines where it is now, and return them."""
         stack = _user_stack()
         self._record.trained_at.update(stack)
-        self._fits.append((model, stack))
+        return stack
+
+    def fit(
+        self,
+        original: Callable[..., Any],
+        on_cut: Callable[[], None],
+        model: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Call ``fit``, as a phase; call ``on_cut`` if it is ended within its first epoch."""
+        self._fits.append(_Fit(model, self.note_place(), on_cut))
         try:
             return original(model, *args, **kwargs)
         finally:
@@ -71,9 +97,9 @@ class Phases:
     def entered(self, optimizer: str, class_name: str) -> None:
         """Take note of an optimizer whose step is made, or traced."""
         self._classes[optimizer] = class_name
-        self._record.trained_at.update(_user_stack())
+        self.note_place()
         if self._fits:
-            self._optimizers.setdefault(self._fits[-1][0], set()).add(optimizer)
+            self._optimizers.setdefault(self._fits[-1].model, set()).add(optimizer)
 
     def step(self, optimizer: str) -> dict[str, Any] | None:
         """Count a step. Return what a ``RecordedStep`` tells of its phase; None if it isn't recorded."""
@@ -81,8 +107,8 @@ class Phases:
         stack = _user_stack()
         # Within ``fit``, the place is that of the call, not that of Keras's step.
         if self._fits:
-            model, stack = self._fits[-1]
-            self._optimizers.setdefault(model, set()).add(optimizer)
+            stack = self._fits[-1].stack
+            self._optimizers.setdefault(self._fits[-1].model, set()).add(optimizer)
         phase = (optimizer, stack)
         # Phases that have begun go on, as the others need as many steps.
         if self._is_closed and phase not in self._steps:
@@ -101,14 +127,22 @@ class Phases:
         """End a ``fit`` whose optimizers have made their steps. Return its model; None without one."""
         if not self._fits:
             return None
-        model, stack = self._fits[-1]
-        steps = [self._steps[optimizer, stack] for optimizer in self._optimizers.get(model, ())]
+        fit = self._fits[-1]
+        optimizers = self._optimizers.get(fit.model, ())
+        steps = [self._steps[optimizer, fit.stack] for optimizer in optimizers]
         enough = self._process.steps
         # The fit doesn't go on for an optimizer that steps rarely.
         if steps and (min(steps) >= enough or max(steps) >= _RARE * enough):
             # Keras looks at it after each batch.
-            model.stop_training = True
-        return model
+            fit.model.stop_training = True
+            if not self._epochs[fit.stack]:
+                fit.on_cut()
+        return fit.model
+
+    def end_epoch(self) -> None:
+        """Count an epoch of ``fit`` that ends."""
+        if self._fits:
+            self._epochs[self._fits[-1].stack] += 1
 
     def _watch(self) -> None:
         """Wait until everything is recorded, and tell the process that waits for this one."""
@@ -121,7 +155,7 @@ class Phases:
             self._is_closed = True
             if self._process.is_single:
                 self._record.ended_at = next(iter(_user_stack()), "an unknown line")
-                self._record.unreached = _calls_that_train(self._record.trained_at)
+                self._record.unreached = _calls_to_reach(self._record.trained_at)
             self._record.save(self._process.folder)
         sys.stdout.flush()
         (self._process.folder / DONE).touch()
@@ -154,6 +188,20 @@ class Phases:
         return is_idle or min(self._steps.values()) >= self._process.steps
 
 
+def acting_between_epochs(package: Any, callbacks: Any) -> list[str]:
+    """Return the classes of callbacks that do anything when an epoch ends or begins."""
+    names = []
+    # A list of Keras's own has its callbacks as an attribute, and a single one may be given without a list.
+    for callback in tf.nest.flatten(getattr(callbacks, "callbacks", callbacks)):
+        for method in ("on_epoch_begin", "on_epoch_end"):
+            # A ``LambdaCallback`` has functions as attributes of the object.
+            bound = getattr(callback, method, None)
+            is_plain = getattr(bound, "__func__", None) is getattr(package.Callback, method)
+            if bound is not None and not is_plain:
+                names.append(type(callback).__name__)
+    return list(dict.fromkeys(names))
+
+
 def _user_stack() -> Stack:
     """Return where the main thread is in the script, without what has started that."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
@@ -165,8 +213,10 @@ def _user_stack() -> Stack:
     )
 
 
-def _calls_that_train(reached: set[str]) -> list[str]:
-    """Return the lines of the script that call ``fit`` or an optimizer, without those that were reached."""
+def _calls_to_reach(reached: set[str]) -> list[str]:
+    """Return the lines of the script that call ``fit``, an optimizer, ``evaluate`` or ``predict``, without those that
+    were reached.
+    """
     path = Path(getattr(sys.modules["__main__"], "__file__", None) or sys.argv[0])
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -177,7 +227,7 @@ def _calls_that_train(reached: set[str]) -> list[str]:
         if (
             isinstance(call, ast.Call)
             and isinstance(call.func, ast.Attribute)
-            and call.func.attr in _TRAINING_CALLS
+            and call.func.attr in (*_TRAINING_CALLS, *_EVALUATING_CALLS)
         ):
             # A call may span lines, and a frame shows any of them.
             lines = range(call.lineno, (call.end_lineno or call.lineno) + 1)

@@ -159,11 +159,33 @@ def _missed(single: Record, process: PlannedProcess) -> list[str]:
             f"{single.ended_at}. --seconds sets this limit."
         )
     if single.unreached:
-        missed.append(f"calls that train in {', '.join(single.unreached)}, which weren't reached.")
+        lines = ", ".join(single.unreached)
+        missed.append(f"calls that train or evaluate in {lines}, which weren't reached.")
+    missed += _missed_beside_steps(single)
     if single.ended_at or failure:
         for phase, count in _phases(single).items():
             if count % process.steps:
                 missed.append(f"{phase}, after {count} steps.")
+    return missed
+
+
+def _missed_beside_steps(single: Record) -> list[str]:
+    """Return what a script does besides the steps that were compared."""
+    missed = []
+    evaluations: dict[str, RecordedCall] = {}
+    for call in single.of(topics.EVALUATION):
+        # A ``fit`` with validation is noted before the ``evaluate`` that it calls in the same line.
+        evaluations.setdefault(call.line, call)
+    if evaluations:
+        calls = list(map(str, evaluations.values()))
+        hidden = len(calls) - _SHOWN
+        if hidden > 0:
+            calls[_SHOWN:] = [f"{hidden} more calls"]
+        missed.append(f"{'; '.join(calls)}: only training steps are compared.")
+    for call in single.of(topics.EPOCH_END):
+        missed.append(
+            f"{call.detail} between epochs: the fit in {call.line} was ended within its first one."
+        )
     return missed
 
 

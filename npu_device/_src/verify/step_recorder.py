@@ -37,7 +37,7 @@ from npu_device._src.training.optimizers.accumulation import reduce_in_each_step
 from npu_device._src.training.sharding.divided_update import divide_no_updates
 from npu_device._src.training.watching import training_state
 from npu_device._src.training.watching.digests import variable_name
-from npu_device._src.verify.phases import Phases
+from npu_device._src.verify.phases import Phases, acting_between_epochs
 from npu_device._src.verify.plan import PlannedProcess
 from npu_device._src.verify.projections import digests_of, projected
 from npu_device._src.verify.wrapping import ModelCalls, after, fixing, wrap
@@ -111,10 +111,13 @@ class StepRecorder:
             # The loss scale begins at 1, since a large one overflows in other steps on each rank.
             *((*method, fixing(initial_scale=1.0)) for method in compat.loss_scale_entries(keras)),
             (keras.Model, "__call__", self._call_model),
-            (keras.Model, "fit", self._fit),
+            (keras.Model, "fit", functools.partial(self._fit, keras)),
+            (keras.Model, "evaluate", functools.partial(self._evaluate, "evaluate")),
+            (keras.Model, "predict", functools.partial(self._evaluate, "predict")),
             # XLA is off, since it can't call Python.
             (compiled, "compile", fixing(jit_compile=False)),
             (keras.callbacks.CallbackList, "on_train_batch_end", self._batch_ended),
+            (keras.callbacks.CallbackList, "on_epoch_end", self._epoch_ended),
             (keras.layers.Layer, "add_loss", self._add_loss),
             (keras.utils, "set_random_seed", self._noting(topics.SEED)),
             *((layer, "adapt", after(self._note_adapted)) for layer in adapted),
@@ -311,15 +314,34 @@ class StepRecorder:
             )
         return returned
 
+    def _epoch_ended(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        self._phases.end_epoch()
+        return original(*args, **kwargs)
+
     def _keep_logs(self, logs: dict[str, float]) -> None:
         """Keep numbers that the script sees of the latest step."""
         with self._lock:
             if self._is_recorded:
                 self._record.steps[-1].logs.update(logs)
 
-    def _fit(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+    def _fit(self, keras: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
+        arguments = inspect.signature(original).bind(*args, **kwargs).arguments
+        if arguments.get("validation_data") is not None or arguments.get("validation_split"):
+            self._note(topics.EVALUATION, detail="the validation in fit")
+        names = acting_between_epochs(keras.callbacks, arguments.get("callbacks"))
+
+        def note_cut() -> None:
+            if names:
+                self._note(topics.EPOCH_END, detail=", ".join(names))
+
         # Shuffling is off, since ranks and one process have to read the same order.
-        return self._phases.fit(original, *args, **{**kwargs, "shuffle": False})
+        return self._phases.fit(original, note_cut, *args, **{**kwargs, "shuffle": False})
+
+    def _evaluate(self, call: str, original: Any, *args: Any, **kwargs: Any) -> Any:
+        # The validation of ``fit`` calls this, too, and has been noted by its line.
+        self._note(topics.EVALUATION, detail=call)
+        self._phases.note_place()
+        return original(*args, **kwargs)
 
     def _note_adapted(self, layer: Any) -> None:
         state: Any = [np.array(getattr(layer, name, None)).tolist() for name in _ADAPTED]
