@@ -188,7 +188,7 @@ COPYING = """
     manifest = {"world_size": size, "notes": {"from": "memory"}, "variables": ["v"]}
     header = {"attempt": 0, "step": 2, "rank": rank, "directory": "/proc/self/cwd/parts", "keep": 3}
     slots[0].write({**header, "manifest": manifest, "records": records}, contents)
-    while not (received and received[0].look()):
+    while received and not received[0].look():
         time.sleep(0.02)
     open("copied", "w").close()
     time.sleep(float(sys.argv[1]))
@@ -239,6 +239,24 @@ def test_npuruns_write_the_copies_of_all_hosts_before_they_end(
             [size, checksum] = manifest["files"][name]
             content = (directory / "step-00000002" / name).read_bytes()
             assert (len(content), zlib.crc32(content)) == (size, checksum)
+
+
+def test_a_second_interrupt_ends_npurun_while_it_writes_a_copy(tmp_path: Path) -> None:
+    launcher = start(
+        "-n", "1", script(tmp_path, COPYING), "100", on=partial(_in_directory, tmp_path)
+    )
+    wait_until((tmp_path / "copied").exists)
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.stderr is not None
+    lines = []
+    while not any(b"Ctrl-C now ends npurun without it" in line for line in lines[-1:]):
+        lines.append(launcher.stderr.readline())
+        assert lines[-1], lines
+    launcher.send_signal(signal.SIGINT)
+    told = launcher.communicate(timeout=30)[1].decode()
+    assert launcher.returncode == 130, told
+    assert "npurun: SIGINT: killing 1 rank at once\n" in told, told
+    assert "Traceback" not in told and not (tmp_path / "parts" / "latest.json").exists()
 
 
 def _in_directory(directory: Path, command: list[str]) -> list[str]:

@@ -15,7 +15,9 @@ def counted(number: int, noun: str) -> str:
 
 
 def amount(size: int) -> str:
-    """Return a number of bytes in words: ``5.2 KB``, ``1,024.0 MB``."""
+    """Return a number of bytes in words: ``24 bytes``, ``5.2 KB``, ``1,024.0 MB``."""
+    if size < 1e3:
+        return counted(size, "byte")
     if size < 1e5:
         return f"{size / 1e3:.1f} KB"
     return f"{size / 1e6:,.1f} MB"

@@ -42,6 +42,8 @@ def launch_of_writers(launch: Launch) -> Launch:
         launch.options,
         command=_COMMAND,
         nproc_per_node=1,
+        # Whoever interrupts the writing has seen that npurun then ends without the copy.
+        grace=0.0,
         bind_to=NONE,
         log_dir=None,
         trace=None,

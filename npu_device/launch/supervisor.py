@@ -243,6 +243,10 @@ class Supervisor:
             if is_request:
                 seconds = self._launch.options.preempt_timeout
             ranks = counted(len(self._running()), "rank")
+            if not seconds:
+                self._say(f"{name}: killing {ranks} at once")
+                self._kill()
+                return
             self._say(
                 f"{name}: asking {ranks} to stop within {seconds:g} s; a second signal kills them at once"
             )
