@@ -146,15 +146,14 @@ def filled_hosts(hosts: HostSlots, total: int) -> HostSlots:
     >>> filled_hosts([("a", 2), ("b", 2), ("c", 2)], 4)
     [('a', 2), ('b', 2)]
     """
-    slots = [number or max(1, total // len(hosts)) for _, number in hosts]
     numbers = []
-    for position, slots_of_host in enumerate(slots):
-        # The number of ranks that earlier hosts have left.
-        remaining = total - sum(slots[:position])
-        numbers.append(max(0, min(slots_of_host, remaining)))
+    remaining = total  # the number of ranks that earlier hosts have left
+    for _, slots in hosts:
+        numbers.append(min(slots or max(1, total // len(hosts)), remaining))
+        remaining -= numbers[-1]
     names = [host for host, _ in hosts]
     # Hosts may be left empty, but those in use need the same number of ranks.
-    if sum(numbers) < total or len(set(numbers) - {0}) > 1:
+    if remaining or len(set(numbers) - {0}) > 1:
         host_count = min(len(hosts), total)
         per_host = total // host_count
         counts = ", ".join(f"{number} on {host}" for host, number in zip(names, numbers))

@@ -164,14 +164,14 @@ class Attempt:
         )
         variables.update(self._launch.binding.variables())
         if self._launch.memory is not None:
-            variables.update(NPU_DEVICE_MEMORY_COPIES=self._launch.memory.address)
+            variables["NPU_DEVICE_MEMORY_COPIES"] = self._launch.memory.address
         if options.replicate:
             # Ranks that iterate over sets of strings would otherwise do so in different orders.
             variables.setdefault("PYTHONHASHSEED", str(options.seed))
         if options.shard_optimizer:
-            variables.update(NPU_DEVICE_SHARD_OPTIMIZER="on")
+            variables["NPU_DEVICE_SHARD_OPTIMIZER"] = "on"
         if self._new_secret is not None:
-            variables.update(NPU_DEVICE_SECRET=self._new_secret)
+            variables["NPU_DEVICE_SECRET"] = self._new_secret
         if options.horovod:
             variables.update(modules.variables(variables))
             variables.update(horovod_environment(rank, size, options.nproc_per_node))

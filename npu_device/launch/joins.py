@@ -33,8 +33,7 @@ class Joins:
         self._path = launch.join_requests
         self._is_allowed = launch.options.takes_nodes
         self._count = 0  # how often the job has changed its size for a node
-        self._next_resize_at = 0.0  # when it may do that again
-        self._next_request = 0.0
+        self._next_request = 0.0  # when the ranks may be asked again
         self._joined: set[int] = set()  # nodes of this attempt that the one before hadn't
         self._joined_at = 0.0
         # How long a node that fails soon after it joined is kept out, and until when.
@@ -62,7 +61,7 @@ class Joins:
         if not self.may_join(nodes):
             return None
         admitted_at = min(self._kept_out.get(node, 0.0) for node in nodes)
-        return max(admitted_at, self._next_resize_at, self._next_request)
+        return max(admitted_at, self._next_request)
 
     def plan(self, running: Collection[int], nodes: Collection[int]) -> str:
         """Return what nodes that have come while others run are told."""
@@ -99,9 +98,8 @@ class Joins:
         # A node may have gone again before the ranks had ended.
         if self.is_asked and joined:
             self._count += 1
-            self._next_resize_at = time_now + JOIN_PAUSE_SECONDS
+            self._next_request = time_now + JOIN_PAUSE_SECONDS
         self.is_asked = False
-        self._next_request = 0.0
         self._joined = set(joined)
         self._joined_at = time_now
 

@@ -80,9 +80,8 @@ def _alone(launch: Launch) -> int:
     ledger = Ledger(launch.options)
     ledger.count = launch.reporter.count
     while True:
-        rendezvous = prepare_rendezvous(launch.options, ledger.count)
-        attempt = AttemptRecord(ledger.count, rendezvous.plan.nodes)
-        with rendezvous:
+        with prepare_rendezvous(launch.options, ledger.count) as rendezvous:
+            attempt = AttemptRecord(ledger.count, rendezvous.plan.nodes)
             outcome = Attempt(launch, rendezvous).run()
         attempt.outcomes[launch.options.node_rank] = outcome
         attempt.step = launch.step()

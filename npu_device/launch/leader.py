@@ -224,14 +224,11 @@ class Leader:
             time_now = time.monotonic()
         if not self._is_enough():
             return None
-        return tuple(sorted(self._ready()))
-
-    def _ready(self) -> set[int]:
-        """Return the idle nodes, without those whose join has failed if the others are enough."""
+        # Nodes whose join has failed are left out if the others are enough.
         ready = self._joins.ready(self._idle)
-        if len(ready) >= self._options.fewest_nodes:
-            return ready
-        return self._idle
+        if len(ready) < self._options.fewest_nodes:
+            ready = self._idle
+        return tuple(sorted(ready))
 
     def _is_enough(self) -> bool:
         return len(self._idle) >= self._options.fewest_nodes

@@ -125,14 +125,17 @@ class Ledger:
         # Without a node that is left, nobody could continue.
         is_over = newest.code == 0 or is_interrupted or set(newest.nodes) <= set(newest.taken_away)
         may_restart = newest.taken_away or (newest.code != RESUMABLE and restarts > 0)
-        if newest.is_planned and not is_over:
+        over = Decision(newest.code, is_over=True)
+        if is_over:
+            return over
+        if newest.is_planned:
             return Decision(newest.code)
-        if newest.rejected and not is_over:
+        if newest.rejected:
             text = f"a join of {_nodes(newest.rejected)} has failed, which costs no restart: {newest.why}"
             return Decision(newest.code, text, self._options.restart_backoff)
-        if is_over or not may_restart:
-            return Decision(newest.code, is_over=True)
-        obstacle = _obstacle(newest, failures) or used_up(self._options, len(failures), preemptions)
+        if not may_restart:
+            return over
+        obstacle = _obstacle(failures, newest) or used_up(self._options, len(failures), preemptions)
         if obstacle:
             return Decision(newest.code, f"no restart: {obstacle}", is_over=True)
         wait = self._options.restart_backoff
@@ -151,18 +154,22 @@ class Ledger:
         return Decision(newest.code, text, wait)
 
 
-def _obstacle(newest: AttemptRecord, failures: Sequence[AttemptRecord]) -> str:
+def _obstacle(failures: Sequence[AttemptRecord], newest: AttemptRecord) -> str:
     """Return why another attempt would end as the newest one did; "" if it may not."""
     if newest.code == CANNOT_START:
         return "the ranks can't be started"
-    if not newest.taken_away and _is_stuck(failures):
-        return (
-            f"two attempts in a row failed at the same place, {newest.origin}, and wrote no checkpoint in "
-            "between. This is a bug in the script, which a restart doesn't fix.\n"
-            "What to do: fix it; or, if the script got further each time, write checkpoints more often, with "
-            "npu.train.JobCheckpoint or to the file NPU_DEVICE_PROGRESS_FILE."
-        )
-    return ""
+    # Without a place in the script, failures can't be told apart.
+    if newest.origin is None or len(failures) < 2:
+        return ""
+    previous = failures[-2]
+    if (previous.origin, previous.step) != (newest.origin, newest.step):
+        return ""
+    return (
+        f"two attempts in a row failed at the same place, {newest.origin}, and wrote no checkpoint in "
+        "between. This is a bug in the script, which a restart doesn't fix.\n"
+        "What to do: fix it; or, if the script got further each time, write checkpoints more often, with "
+        "npu.train.JobCheckpoint or to the file NPU_DEVICE_PROGRESS_FILE."
+    )
 
 
 def used_up(options: Options, failures: int, preemptions: int) -> str:
@@ -198,15 +205,6 @@ def _verdict(attempt: AttemptRecord) -> tuple[int, str, str | None]:
     if RESUMABLE in codes:
         return RESUMABLE, "stopped on request, resumable", None
     return 0, "succeeded", None
-
-
-def _is_stuck(failures: Sequence[AttemptRecord]) -> bool:
-    """Return True if the last two attempts failed at the same place of the script and step."""
-    # Without a place in the script, failures can't be told apart.
-    if len(failures) < 2 or failures[-1].origin is None:
-        return False
-    previous, newest = failures[-2:]
-    return (previous.origin, previous.step) == (newest.origin, newest.step)
 
 
 def change(old_nodes: Sequence[int], new_nodes: Sequence[int], nproc_per_node: int) -> str:

@@ -103,7 +103,8 @@ def _problem_on_host(name: str, serial: int) -> str:
     # Stopped first, so that they start no more processes.
     _send(signal.SIGSTOP, older)
     # The hub of earlier ranks would live as long as ranks on other hosts are connected to it, so it is killed, too.
-    killed = [*older, *(pid for pid in _children(older) if pid not in guards)]
+    children = [pid for pid in _processes() if parent_and_start(pid)[0] in older]
+    killed = [*older, *(pid for pid in children if pid not in guards)]
     # The start time goes with the number of a process, which may be used again.
     ending = {pid: start_time(pid) for pid in [*killed, *guards]}
     _send(signal.SIGKILL, killed)
@@ -127,10 +128,6 @@ def _command_lines() -> dict[int, list[str]]:
                 Path(f"/proc/{pid}/cmdline").read_text(errors="replace").rstrip("\0").split("\0")
             )
     return lines
-
-
-def _children(parents: list[int]) -> list[int]:
-    return [pid for pid in _processes() if parent_and_start(pid)[0] in parents]
 
 
 def _processes() -> list[int]:

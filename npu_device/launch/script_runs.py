@@ -79,7 +79,9 @@ def say(command: str, text: str) -> None:
     print(f"npurun {command}: {text}", file=sys.stderr, flush=True)
 
 
-def say_what_stays(command: str) -> None:
+def announce(command: str, text: str) -> None:
+    """Say what is run, and what stays as it is."""
+    say(command, text)
     say(command, f"your files stay as they are, as far as this covers: {COVERED}")
 
 

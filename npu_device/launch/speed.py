@@ -85,13 +85,12 @@ def _measure(options: argparse.Namespace, setups: Sequence[Setup], directory: Pa
         ranks = ", ".join(setup.label for setup in setups[1:])
         # Before the first run, nothing is known about the script.
         memory = setups[-1].ranks * script_runs.RANK_BYTES >> 30
-        script_runs.say(
+        script_runs.announce(
             "speed",
             f"{options.script}: one process and {ranks} ranks in turn, at least "
             f"{counted(options.rounds, 'round')}. Time: at most {options.minutes:g} min. Memory: some {memory} GiB "
             "for the most ranks, 2 GiB each",
         )
-        script_runs.say_what_stays("speed")
         script_runs.say(
             "speed",
             "what the script sends to databases, object stores and trackers is sent in each run",

@@ -37,7 +37,6 @@ def run(options: Options) -> int:
     events = launcher.signals(options, console)
     try:
         hosts = LaunchedHosts(options, console, events)
-        hosts.start()
     except UnicodeDecodeError:
         console.say(
             "the secret is not UTF-8 text, and can't be passed on to the hosts.\n"
@@ -117,20 +116,28 @@ class LaunchedHosts:
         # Time by which the hosts have to end by themselves, or after a signal.
         self._deadline: float | None = None
 
-    def start(self) -> None:
         for host in self._hosts:
             self._start(host)
 
     def wait(self) -> int:
         """Return the exit code of the job when it has ended on all hosts."""
         while self._has_hosts():
-            self._handle_event()
+            handle_next(
+                self._events,
+                {
+                    signal.Signals: self._on_signal,
+                    HostReported: self._on_report,
+                    HostClosed: self._on_closed,
+                },
+                self._deadline,
+                *(host.wakes_at() for host in self._hosts),
+            )
             self._look_at_time()
         if self._verdict is not None:
             return self._verdict
-        failures = [code for code in self._codes if code not in (0, RESUMABLE)]
-        if failures:
-            return failures[0]
+        for code in self._codes:
+            if code not in (0, RESUMABLE):
+                return code
         if self._codes:
             return max(self._codes)
         if self._signal is not None:
@@ -159,25 +166,6 @@ class LaunchedHosts:
         # The secret is in the order, since everybody can read command lines.
         host.connection.tell(json.dumps(order))
 
-    def _start_again(self, host: Host) -> None:
-        try:
-            self._start(host)
-        # There may be too many processes at this time.
-        except OSError as error:
-            self._retry(host, f"not reached ({error})")
-
-    def _handle_event(self) -> None:
-        handle_next(
-            self._events,
-            {
-                signal.Signals: self._on_signal,
-                HostReported: self._on_report,
-                HostClosed: self._on_closed,
-            },
-            self._deadline,
-            *(host.wakes_at() for host in self._hosts),
-        )
-
     def _look_at_time(self) -> None:
         time_now = time.monotonic()
         if self._deadline is not None and time_now >= self._deadline:
@@ -186,10 +174,14 @@ class LaunchedHosts:
             wakes_at = host.wakes_at()
             if wakes_at is None or time_now < wakes_at:
                 continue
-            if host.connection is None:
-                self._start_again(host)
-            else:
+            if host.connection is not None:
                 host.connection.kill()
+                continue
+            try:
+                self._start(host)
+            # There may be too many processes at this time.
+            except OSError as error:
+                self._retry(host, f"not reached ({error})")
 
     def _on_signal(self, number: int) -> None:
         # A second signal leaves the deadline of the first, unless that has been lifted.

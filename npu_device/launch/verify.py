@@ -51,11 +51,10 @@ def _is_used(path: str) -> bool:
 def _verify(options: argparse.Namespace, sizes: Sequence[int], directory: Path) -> int:
     if not options.json:
         ranks = " and ".join(map(str, sizes))
-        script_runs.say(
+        script_runs.announce(
             "verify",
             f"{options.script}: one process twice, then {ranks} ranks, {options.steps} steps each",
         )
-        script_runs.say_what_stays("verify")
     began = time.time()
     plan = PlannedProcess(
         str(directory), options.steps, options.module, options.replicate, options.seconds
