@@ -137,7 +137,7 @@ def _measure(options: argparse.Namespace, setups: Sequence[Setup], directory: Pa
 def _numbers(text: str) -> list[int]:
     """Return numbers of ranks, with 1 first."""
     numbers = sorted({1, *map(positive, text.split(","))})
-    if len(numbers) == 1:
+    if numbers == [1]:
         raise argparse.ArgumentTypeError("must name a number of ranks above 1, such as 1,2,4")
     return numbers
 

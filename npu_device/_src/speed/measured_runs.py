@@ -80,8 +80,8 @@ class _SpeedProcess(ForkingProcess):
         if self._measured.problem:
             return
         least = self.plan.rounds
-        seconds = least * sum(self._seconds_of_run.values())
-        self._say(f"{counted(least, 'round')}: about {seconds / 60:.1f} min")
+        minutes = least * sum(self._seconds_of_run.values()) / 60
+        self._say(f"{counted(least, 'round')}: about {minutes:.1f} min")
         for number in itertools.count(1):
             # Setups are left out from the end, since too few rounds decide nothing.
             while len(self._setups) > 2 and not self._has_time_for(

@@ -294,18 +294,13 @@ def spread(ratios: Sequence[float]) -> tuple[float, float]:
 def _verdict(low: float, high: float, rounds: int, lost_cores: float) -> str:
     if rounds < LEAST_ROUNDS or low <= 1 <= high:
         return ""
-    if low > 1 + _disturbance(lost_cores):
+    # A thread that shares its core takes up to twice the time.
+    if low > 1 + min(1.0, lost_cores):
         return "faster"
     # A rank that shares its core holds up all others, and the more often the shorter the steps are.
     if high < 1 and lost_cores < _DISTURBED:
         return "slower"
     return ""
-
-
-def _disturbance(lost_cores: float) -> float:
-    """Return by which part of its time other programs can have held up one process."""
-    # A thread that shares its core takes up to twice the time.
-    return min(1.0, lost_cores)
 
 
 def _parts(analysis: Analysis | None) -> dict[str, float]:
@@ -389,12 +384,12 @@ def text(measured: Outcome, steps: int) -> str:
         notes.append(
             "parts of a step in ms, from a run that is traced, of the rank for which the others wait"
         )
-    if speedups[1:] and not parts:
+    elif speedups[1:]:
         notes.append("no rank reduced gradients; npurun verify tells whether they train together")
     if measured.lost_cores >= _DISTURBED:
         notes.append(
             f"other programs took {measured.lost_cores:.1f} cores that the runs lacked: only speedups above "
-            f"{1 + _disturbance(measured.lost_cores):.2f} are decided; end those programs, and measure again"
+            f"{1 + min(1.0, measured.lost_cores):.2f} are decided; end those programs, and measure again"
         )
     notes += [f"not measured on {ranks} ranks: {why}" for ranks, why in measured.left_out.items()]
     return "\n".join([*notes, "", *table, "", *measured.advice]).rstrip()
@@ -406,8 +401,11 @@ def _cells(speedup: Speedup) -> list[str]:
         samples = f"{speedup.samples_per_second:.1f}"
     comparison = ["1", "", ""]
     if speedup.ranks > 1:
-        spread_text = f"{speedup.low:.2f} to {speedup.high:.2f}"
-        comparison = [f"{speedup.ratio:.2f}", spread_text, speedup.verdict or "undecided"]
+        comparison = [
+            f"{speedup.ratio:.2f}",
+            f"{speedup.low:.2f} to {speedup.high:.2f}",
+            speedup.verdict or "undecided",
+        ]
     return [
         speedup.setup.label,
         samples,

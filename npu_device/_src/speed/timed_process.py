@@ -84,10 +84,9 @@ class TimedProcess(PlannedProcess):
             if self.shard_optimizer:
                 variables["NPU_DEVICE_SHARD_OPTIMIZER"] = "on"
         if self.round == TRACED:
-            options = json.dumps({"output": str(self.trace)})
             variables |= {
                 "PROFILING_MODE": "true",
-                "PROFILING_OPTIONS": options,
+                "PROFILING_OPTIONS": json.dumps({"output": str(self.trace)}),
                 "NPU_DEVICE_TRACE_ITERATIONS": _TRACED_ITERATIONS,
             }
         return variables
@@ -99,8 +98,7 @@ class TimedProcess(PlannedProcess):
             words += ["--hosts", ",".join(self.hosts)]
         if setup.binding != NONE:
             words += ["--bind-to", setup.binding]
-        words += ["--horovod"] * self.horovod + ["--shard-optimizer"] * self.shard_optimizer
-        return words
+        return words + ["--horovod"] * self.horovod + ["--shard-optimizer"] * self.shard_optimizer
 
     def here(self) -> TimedProcess:
         """Return what this process is to be, a rank that npurun has started on a host."""
@@ -110,8 +108,13 @@ class TimedProcess(PlannedProcess):
 
     def run_of(self, setup: Setup, round_name: str) -> list[TimedProcess]:
         """Return the processes of a run in a round."""
-        name = f"{setup.ranks}-{setup.binding}.{round_name}"
-        run = replace(self, run=name, ranks=setup.ranks, round=round_name, binding=setup.binding)
+        run = replace(
+            self,
+            run=f"{setup.ranks}-{setup.binding}.{round_name}",
+            ranks=setup.ranks,
+            round=round_name,
+            binding=setup.binding,
+        )
         return [replace(run, rank=rank) for rank in range(setup.ranks)]
 
 
