@@ -190,7 +190,7 @@ def outcome(
     lost_cores = max(
         statistics.median(run.lost_cores for run in series) for series in measured.values()
     )
-    speedups: list[Speedup] = []
+    speedups = []
     problem = ""
     # All numbers of ranks have the same kind of batch, or there is a problem.
     for setup, series in measured.items():
