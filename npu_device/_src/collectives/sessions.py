@@ -12,6 +12,7 @@ rank sends everything that is waiting at once.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from collections import Counter, deque
@@ -308,20 +309,60 @@ def call_python(
     )
 
 
-def in_first_run(
-    name: str, function: Callable[..., None], inputs: Callable[[], Tensors]
-) -> tf.Tensor:
-    """Return a tensor that is there when a function has been called with inputs as arrays, once in each session."""
-    # The variable is found by its name, so that each session has a flag of its own.
-    has_run = tf.raw_ops.VarHandleOp(dtype=tf.int32, shape=[], shared_name=f"npu_device {name}")
+class SessionSteps:
+    """Counts the steps of each session that runs a graph, and calls Python in some of them.
 
-    def run(*arrays: np.ndarray) -> list[Any]:
-        function(*arrays)
-        return [np.int32(0)]
+    Args:
+        name: a name in this process, by which each session finds a count of its own.
+    """
 
-    def call() -> tf.Tensor:
-        [result] = call_python(run, inputs(), [tf.TensorSpec([], tf.int32)])
-        with tf.control_dependencies([tf.raw_ops.AssignVariableOp(resource=has_run, value=result)]):
+    def __init__(self, name: str) -> None:
+        self._sessions = itertools.count(1)
+        # The state: number of the session from 1, steps that are over, and the number of steps before the next call.
+        with tf.device("/device:CPU:0"):
+            self._state = tf.raw_ops.VarHandleOp(
+                dtype=tf.int64, shape=[3], shared_name=f"npu_device {name}"
+            )
+
+    def look(
+        self, function: Callable[..., int], inputs: Callable[[], Sequence[tf.Tensor]]
+    ) -> tf.Tensor:
+        """Return a tensor that is there when a function has been called, if it is time.
+
+        It is called before the first step of a session, and after the number of steps that it returned. It takes the
+        number of the session, the number of steps that are over, and the inputs as arrays.
+        """
+
+        def call(state: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
+            session, steps, _ = state.tolist()
+            session = session or next(self._sessions)
+            next_look = function(session, steps, *arrays)
+            return [np.array([session, steps, next_look], np.int64)]
+
+        def look_now() -> tf.Tensor:
+            [state] = call_python(call, [earlier, *inputs()], [tf.TensorSpec([3], tf.int64)])
+            with tf.control_dependencies(
+                [tf.raw_ops.AssignVariableOp(resource=self._state, value=state)]
+            ):
+                return tf.identity(state)
+
+        earlier = tf.cond(
+            tf.raw_ops.VarIsInitializedOp(resource=self._state),
+            lambda: tf.raw_ops.ReadVariableOp(resource=self._state, dtype=tf.int64),
+            lambda: tf.zeros([3], tf.int64),
+        )
+        return tf.cond(earlier[1] >= earlier[2], look_now, lambda: tf.identity(earlier))
+
+    def counted(self, looked: tf.Tensor, result: tf.Tensor) -> tf.Tensor:
+        """Return a result of the step of that look, with which the step is over.
+
+        A collective ends on all ranks or on none, so that they count alike: a step that lacks data doesn't count.
+        """
+        state = looked + tf.constant([0, 1, 0], tf.int64)
+        with (
+            tf.control_dependencies([result]),
+            tf.device("/device:CPU:0"),
+        ):
+            written = tf.raw_ops.AssignVariableOp(resource=self._state, value=tf.identity(state))
+        with tf.control_dependencies([written]):
             return tf.identity(result)
-
-    return tf.cond(tf.raw_ops.VarIsInitializedOp(resource=has_run), lambda: tf.constant(0), call)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ import tensorflow as tf
 from tensorflow.core.protobuf import config_pb2, rewriter_config_pb2, tensorflow_server_pb2  # noqa: F401
 from tensorflow.python.client import (
     _pywrap_events_writer,
-    session,  # noqa: F401
+    session,
 )
 
 # In ``eager_mode``, a thread runs eagerly also after ``tf.compat.v1.disable_v2_behavior()``. The context has no public
@@ -182,3 +183,12 @@ def lines_of_stack(frame: Any) -> Iterator[tuple[str, int, str]]:
         else:
             yield code.co_filename, frame.f_lineno, code.co_name
         frame = frame.f_back
+
+
+def open_sessions(graph: Any) -> list[Any]:
+    """Return the sessions of TensorFlow 1 in this process that run a graph; some may have been closed."""
+    # Sessions and interactive ones have no public class in common. Found by their type: asking objects may run code.
+    sessions = [
+        instance for instance in gc.get_objects() if issubclass(type(instance), session.BaseSession)
+    ]
+    return [running for running in sessions if running.graph is graph]

@@ -19,6 +19,7 @@ from npu_device._src.gradients.reduction import ReducedTensors
 from npu_device._src.training.distribute.variables import VARIABLES_OF_ONE_RANK, broadcast
 from npu_device._src.training.opening import device
 from npu_device._src.training.watching.digests import named
+from npu_device._src.training.watching.session_ends import compare_at_end
 
 _log = logging.getLogger("npu_device")
 _UNREDUCED = (
@@ -56,7 +57,7 @@ def broadcast_global_variables(root_rank: int = 0, index: Any = None) -> Any:
 
 class NPUBroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
     """Gives all ranks the global variables of the root, with step and optimizer state, once the session is made or
-    restored.
+    restored; warns if they differ when it ends without an error.
 
     Args:
         root_rank: the rank whose values are sent; default 0.
@@ -80,6 +81,10 @@ class NPUBroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
     def after_create_session(self, session: Any, coord: Any) -> None:
         if self._broadcast is not None:
             session.run(self._broadcast)
+
+    def end(self, session: Any) -> None:
+        if self._broadcast is not None:
+            compare_at_end(session)
 
 
 def _warn_if_unreduced(job: Job) -> None:

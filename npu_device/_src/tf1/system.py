@@ -11,6 +11,7 @@ import tensorflow as tf
 from npu_device._src.tf1.config import npu_config_proto
 from npu_device._src.training.distribute import groups
 from npu_device._src.training.opening import device
+from npu_device._src.training.watching.session_ends import compare_at_end
 
 
 def enable_v1() -> None:
@@ -97,13 +98,14 @@ def shutdown_resource(sess: Any, npu_shutdown: Any) -> None:
 
 
 def close_session(sess: Any) -> None:
-    """Close a session.
+    """Close a session, and warn if the ranks have different variables in it.
 
     Args:
         sess: the session.
 
     Source: Ascend TF Adapter 1.15, ``close_session``.
     """
+    compare_at_end(sess)
     sess.close()
 
 

@@ -15,10 +15,11 @@ from npu_device._src.collectives.group import WORLD_GROUP
 from npu_device._src.gradients.reduction import ReductionOptions, reduce_list, weighted, with_values
 from npu_device._src.training.distribute.synchronized_layers import note_reduced
 from npu_device._src.training.opening.current_world import current_world
-from npu_device._src.training.watching import same_variables
 from npu_device._src.training.watching.applied_gradients import AppliedGradients
 from npu_device._src.training.watching.replica_audit import audit_loop
 from npu_device._src.training.watching.same_samples import Pair, pair_of
+from npu_device._src.training.watching.same_variables import make_equal_behind
+from npu_device._src.training.watching.session_steps import reduce_compared
 from npu_device._src.world.current_step import CurrentStep, current_step
 from npu_device._src.world.world import World
 
@@ -103,9 +104,10 @@ def reduce_by_hand(
     level: int = logging.WARNING,
 ) -> list[Any]:
     """Reduce what may be gradients: ``values`` of the script, as ``tensors``; before, compare the ranks' variables."""
-    variables = same_variables.make_equal_behind(world, tensors, level)
-    with same_variables.compared_in_session(world, tensors):
-        reduced = reduce_list(world.job, tensors, options, world.group)
+    variables = make_equal_behind(world, tensors, level)
+    reduced = reduce_compared(
+        world, tensors, lambda: reduce_list(world.job, tensors, options, world.group)
+    )
     pair = watch_reduction(world, values, tensors, reduced, options)
     if variables is not None:
         audit_loop(world, variables, pair)

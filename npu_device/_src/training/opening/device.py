@@ -37,6 +37,7 @@ from npu_device._src.trace import trace
 from npu_device._src.trace.records import Settings, settings
 from npu_device._src.training.watching.last_word import LastWord
 from npu_device._src.training.watching.optimizer_hook import OptimizerHook
+from npu_device._src.training.watching.session_ends import SessionEnds
 
 _TO_BE_A_RANK = (
     "To make it a rank of another job, start it with npurun, or with that job's variables and NPU_DEVICE_RANK_PROCESS "
@@ -316,6 +317,7 @@ def _begin(job: Job, trace_settings: Settings | None, seed: int | None) -> None:
             atexit.register(close)
         last_word = LastWord(job)
         job.add(last_word)
+        job.add(SessionEnds(job))
         job.add(OptimizerHook(job, last_word))
     except BaseException as error:
         # Children of a process that is no rank must not take it for one.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -80,25 +80,63 @@ def different_start(
     job: Job, name: str, names: Sequence[str], remedy: str, *checksums: Sequence[int]
 ) -> str | None:
     """Post checksums of variables at some times; on the last rank, return a text about those that never were equal."""
-    cluster = job.cluster
+    rows = _rows_of_all(job, name, names, checksums)
+    # Only variables that differ at all times are reported: the script has made the others equal.
+    text = _text_of(job, names, rows, lambda are_equal: not any(are_equal))
+    if text is None:
+        return None
+    return DIFFERENT_START % (text, remedy)
+
+
+def drifted(
+    job: Job, name: str, names: Sequence[str], earlier: Sequence[int], latest: Sequence[int]
+) -> str | None:
+    """Post checksums of variables; on the last rank, return a text about those that were equal earlier and differ in
+    the latest ones, if any do.
+    """
+    rows = _rows_of_all(job, name, names, (latest, earlier))
+    # Variables that differed earlier were reported then.
+    return _text_of(job, names, rows, lambda are_equal: are_equal == [False, True])
+
+
+# The checksums of a rank at some times, by variable.
+_Row = Sequence[Sequence[int]]
+
+
+def _rows_of_all(
+    job: Job, name: str, names: Sequence[str], checksums: Sequence[Sequence[int]]
+) -> list[_Row]:
+    """Post checksums of variables at some times; return those of all ranks on the last one, [] on the others."""
     try:
         answers = job.store.post(name, list(map(list, zip(*checksums))))
     except ClusterError:
         # The next collective raises the error of a lost rank.
-        return None
+        return []
     rows = [answers[rank] for rank in sorted(answers)]
-    if len(rows) < cluster.world_size or any(len(row) != len(names) for row in rows):
-        return None
-    # The checksums at all times, by variable and then by rank.
-    columns = list(zip(*rows))
-    # Only variables that differ at all times are reported: the script has made the others equal.
-    apart = [all(len(set(ranks)) > 1 for ranks in zip(*column)) for column in columns]
-    starts = []
+    if len(rows) < job.cluster.world_size or any(len(row) != len(names) for row in rows):
+        return []
+    return rows
+
+
+def _text_of(
+    job: Job,
+    names: Sequence[str],
+    rows: Sequence[_Row],
+    is_reported: Callable[[list[bool]], bool],
+) -> str | None:
+    """Return a text about the values at the first time of some variables, of which ``is_reported`` decides, given
+    whether the ranks were equal at each time.
+    """
+    reported = []
+    # A column has a variable's checksums on each rank, at all times.
+    for column in zip(*rows):
+        are_equal = [len(set(ranks)) == 1 for ranks in zip(*column)]
+        reported.append(is_reported(are_equal))
+    values = []
     for row in rows:
         # Variables that aren't reported get 0, by which they compare as equal.
-        starts.append([times[0] if is_apart else 0 for times, is_apart in zip(row, apart)])
-    difference = differences(cluster, range(cluster.world_size), names, starts)
+        values.append([times[0] if is_apart else 0 for times, is_apart in zip(row, reported)])
+    difference = differences(job.cluster, range(len(rows)), names, values)
     if difference is None:
         return None
-    _, text = difference
-    return DIFFERENT_START % (text, remedy)
+    return difference[1]

@@ -94,7 +94,7 @@ class LastWord:
         """Note variables that may be equal on all ranks now, while a function is traced."""
         with tf.init_scope():
             arrays = map(compat.to_array, map(tf.convert_to_tensor, variables))
-            starts = list(map(_checksum, arrays))
+            starts = list(map(checksum_of_pieces, arrays))
             self.add(variables, f"start {zlib.crc32(repr(starts).encode())}")
 
     def calls_before(self, number: int) -> int | None:
@@ -127,7 +127,9 @@ class LastWord:
                 # Variables without a value, or of a graph, are left out, and those for which there is no time.
                 with contextlib.suppress(tf.errors.OpError, NotImplementedError, ValueError):
                     if time.monotonic() < until:
-                        checksums[key] = _checksum(compat.to_array(tf.convert_to_tensor(variable)))
+                        checksums[key] = checksum_of_pieces(
+                            compat.to_array(tf.convert_to_tensor(variable))
+                        )
             answer = {"alone": not job.has_communicated, "checksums": checksums}
             answers = job.store.post("the last word", answer)
             # Only the last rank to post gets the answers of all.
@@ -178,7 +180,7 @@ class LastWord:
                 _log.log(level, ENDED_APART, difference[1])
 
 
-def _checksum(array: np.ndarray) -> int:
+def checksum_of_pieces(array: np.ndarray) -> int:
     """Return the checksum of an array; of a large one, of some pieces."""
     if array.nbytes <= _PIECE * _PIECES or array.dtype == object:
         return checksum(array)

@@ -1,45 +1,31 @@
-"""Checks that the ranks hold the same variables: before the first step, also of a session, and after a training.
+"""Checks that the ranks hold the same variables: before the first step, and after a training.
 
-In between ``replica_audit`` does, and at the end of the job ``last_word``.
+In between ``replica_audit`` does, and at the end of the job ``last_word``. In sessions ``session_steps`` does.
 """
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from npu_device._src import compat, environment
-from npu_device._src.collectives.graph import fetchable
+from npu_device._src.collectives.graph import fetchable, runs_if_fetched
 from npu_device._src.collectives.ops import broadcast_from_owners
-from npu_device._src.collectives.sessions import in_first_run
 from npu_device._src.gradients.reduction import dense_of
 from npu_device._src.training.watching import digests
-from npu_device._src.training.watching.digests import (
-    checksum,
-    differences,
-    digest_of,
-    variable_name,
-)
+from npu_device._src.training.watching.digests import differences, digest_of, variable_name
 from npu_device._src.training.watching.last_word import ENDED_APART, LastWord
 from npu_device._src.training.watching.own_parts import to_be_equal
 from npu_device._src.training.watching.schedule import can_compare
+from npu_device._src.training.watching.session_ends import SessionEnds
 from npu_device._src.world.world import World, value_of
 
 _log = logging.getLogger("npu_device")
-_HOOK = (
-    "\nLikely cause: no broadcast, or a different seed on each rank.\nWhat to do: pass "
-    "npu_bridge.npu_init.NPUBroadcastGlobalVariablesHook(0) to the hooks of the session; or run the operation "
-    "npu_bridge.estimator.npu.npu_hook.broadcast_global_variables(0) once, after the variables have got their values."
-)
-_GRAPHS = 100  # graphs of sessions whose variables are compared, at most
 _TAPE = "gradient_tape/"  # prefix of the name of the operation that a gradient is of
 
 
@@ -124,10 +110,18 @@ def assign_from_owners(world: World, variables: Sequence[Any], owners: Sequence[
 
 
 def note_equal(world: World, variables: Sequence[Any]) -> None:
-    """Let variables that are equal now be compared at the end of the job, if all of its ranks are here."""
-    last_word = world.job.part(LastWord)
-    if last_word is not None and world.size == world.job.cluster.world_size:
-        last_word.add([variable for variable in variables if not compat.is_share(variable)])
+    """Let variables that are equal now be compared at the end of the job, or of a session, if all of its ranks are
+    here.
+    """
+    if world.size != world.job.cluster.world_size:
+        return
+    held_by_all = [variable for variable in variables if not compat.is_share(variable)]
+    last_word: LastWord | SessionEnds | None = world.job.part(LastWord)
+    # Variables of a session have no values outside of it.
+    if runs_if_fetched():
+        last_word = world.job.part(SessionEnds)
+    if last_word is not None:
+        last_word.add(held_by_all)
 
 
 # References are weak: a variable that is gone gives its id to another one.
@@ -171,14 +165,14 @@ def make_equal_behind(
     for variable, handle in compat.variables_read():
         if variable.trainable and is_needed(handle):
             trained.append(variable)
-    variables = _as_many_as_gradients(gradients, trained)
+    variables = as_many_as_gradients(gradients, trained)
     new = not_compared(variables)
     if new and make_equal(world, new, keeps_order=False, level=level):
         _compared.update({id(variable): variable for variable in new})
     return variables
 
 
-def _as_many_as_gradients(gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+def as_many_as_gradients(gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
     """Return the variables of each shape and dtype of which there are as many variables as gradients."""
     of_gradients = Counter(
         _shape_and_dtype(gradient) for gradient in gradients if gradient is not None
@@ -225,40 +219,3 @@ def _has_value(variable: Any) -> bool:
         return bool(variable.shape.is_compatible_with(tf.convert_to_tensor(variable).shape))
     except tf.errors.OpError:
         return False
-
-
-class _Graphs(list[str]):
-    """The comparisons in graphs for sessions; a part of the job."""
-
-
-@contextlib.contextmanager
-def compared_in_session(world: World, gradients: Sequence[Any]) -> Iterator[None]:
-    """In a graph for sessions, compare trainable variables in the first run of each, before operations of the block."""
-    mode = environment.NPU_DEVICE_UNEQUAL_START.get()
-    graphs = world.job.made(_Graphs)
-    is_whole_job = world.size == world.job.cluster.world_size
-    is_compared = mode != "ignore" and is_whole_job and len(graphs) < _GRAPHS
-    variables: list[Any] = []
-    if is_compared and not tf.compat.v1.executing_eagerly_outside_functions():
-        # Only shapes tell which variables the gradients belong to.
-        variables = _as_many_as_gradients(gradients, tf.compat.v1.trainable_variables())
-    if not variables:
-        yield
-        return
-    name = f"session {len(graphs) + 1}"
-    runs = itertools.count(1)
-    graphs.append(name)
-    names = list(map(variable_name, variables))
-
-    def compare(*arrays: np.ndarray) -> None:
-        run_name = f"{name}, start {next(runs)}"
-        checksums = list(map(checksum, arrays))
-        text = digests.different_start(world.job, run_name, names, _HOOK, checksums)
-        if text is not None:
-            if mode == "error":
-                raise RuntimeError(f"rank {world.job.cluster.rank}: {text}")
-            _log.warning("%s", text)
-
-    compared = in_first_run(name, compare, lambda: list(map(value_of, variables)))
-    with tf.control_dependencies([compared]):
-        yield

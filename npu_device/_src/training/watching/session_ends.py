@@ -1,0 +1,127 @@
+"""The end of sessions of TensorFlow 1: are the variables that were made equal on all ranks still equal?
+
+They are compared when a session ends through a hook or a call of this package; at the end of the job, in sessions that
+are still open. ``session_steps`` compares them in between. A session that the script closes itself tells nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from npu_device._src import compat
+from npu_device._src.cluster.rank_errors import ClusterError
+from npu_device._src.cluster.time_limits import LAST_WORD_SECONDS
+from npu_device._src.collectives.job import Job, current
+from npu_device._src.training.watching.digests import differences, variable_name
+from npu_device._src.training.watching.last_word import ENDED_APART, checksum_of_pieces
+
+_log = logging.getLogger("npu_device")
+
+# References to the variables of a graph that are equal on all ranks, by the names of their operations.
+_Variables = dict[str, weakref.ref[Any]]
+
+
+class SessionEnds:
+    """The variables of session graphs that all ranks have made equal; a part of the job."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._graphs: weakref.WeakKeyDictionary[Any, _Variables] = weakref.WeakKeyDictionary()
+        # The ranks build the same graphs in the same order, and so give them the same numbers.
+        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._next_number = itertools.count(1)
+
+    def add(self, variables: Sequence[Any]) -> None:
+        """Note variables of a graph that are equal on all ranks from now on."""
+        for variable in map(compat.inner_variable, variables):
+            graph = getattr(variable, "graph", None)
+            if graph is None:
+                continue
+            if graph not in self._graphs:
+                self._graphs[graph] = {}
+                self._numbers[graph] = next(self._next_number)
+            self._graphs[graph].setdefault(variable.op.name, weakref.ref(variable))
+
+    def compare(self, session: Any) -> None:
+        """Compare the variables of a session that ends on all ranks; the last rank to come warns."""
+        if session.graph in self._graphs and not self._job.health.is_over:
+            self._post(session.graph, self._checksums(session))
+
+    def close(self) -> None:
+        """Compare the variables of sessions that are still open."""
+        for graph in list(self._graphs):
+            # Sessions that are closed, or in which no variable has a value, have no checksums.
+            of_sessions = list(map(self._checksums, compat.open_sessions(graph)))
+            readable = list(filter(None, of_sessions))
+            # The ranks can't tell which of several sessions is which.
+            if len(readable) == 1 and not self._job.health.is_over:
+                self._post(graph, readable[0])
+
+    def _checksums(self, session: Any) -> dict[str, int]:
+        """Return the checksums of variables that must be equal, by their names."""
+        checksums = {}
+        # The time is limited, or large models would hold up the end of the session.
+        until = time.monotonic() + LAST_WORD_SECONDS
+        for variable in _to_be_equal(self._graphs[session.graph]):
+            # A closed session raises RuntimeError, and a variable without a value an OpError.
+            with contextlib.suppress(tf.errors.OpError, RuntimeError):
+                if time.monotonic() < until:
+                    array = np.asarray(session.run(variable))
+                    checksums[variable_name(variable)] = checksum_of_pieces(array)
+        return checksums
+
+    def _post(self, graph: Any, checksums: dict[str, int]) -> None:
+        job = self._job
+        # Only what ranks have after the same number of collectives can be compared: one may end sessions alone.
+        count = job.counts.of(job.world_group).started
+        name = f"graph {self._numbers[graph]} of a session after {count} collectives"
+        with contextlib.suppress(ClusterError):
+            answers = job.store.post(name, checksums)
+            # Only the last rank to post gets the answers of all.
+            if len(answers) == job.cluster.world_size:
+                self._warn_if_different([answers[rank] for rank in sorted(answers)])
+
+    def _warn_if_different(self, answers: Sequence[dict[str, int]]) -> None:
+        cluster = self._job.cluster
+        # A rank that lacked time has read fewer variables.
+        names = [name for name in answers[0] if all(name in answer for answer in answers)]
+        rows = [[answer[name] for name in names] for answer in answers]
+        difference = differences(cluster, range(cluster.world_size), names, rows)
+        if difference is not None:
+            _log.warning(ENDED_APART, difference[1])
+
+
+def _to_be_equal(noted: _Variables) -> Iterator[Any]:
+    """Yield the trainable variables of a graph and their slots; others, as moving statistics, may differ."""
+    variables = {}
+    for name, reference in noted.items():
+        variable = reference()
+        # A variable lives as long as its graph, unless the script has taken it out.
+        if variable is not None:
+            variables[name] = variable
+    trained = {name for name, variable in variables.items() if variable.trainable}
+    for name, variable in variables.items():
+        parts = name.split("/")
+        # TensorFlow names a slot after its variable: "net/weights/Momentum", perhaps within a scope.
+        spans = itertools.combinations(range(len(parts)), 2)
+        if name in trained or any("/".join(parts[begin:end]) in trained for begin, end in spans):
+            yield variable
+
+
+def compare_at_end(session: Any) -> None:
+    """Compare the variables of a session that ends on all ranks, if there is a job."""
+    job = current()
+    if job is None or job.in_fork:
+        return
+    ends = job.part(SessionEnds)
+    if ends is not None:
+        ends.compare(session)

@@ -1,0 +1,146 @@
+"""Compares the variables of sessions of TensorFlow 1 while they train: before the first step, and after some others.
+
+The ranks post checksums, and none waits for another: the last one warns. ``session_ends`` compares at the end.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any, Callable, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from npu_device._src import environment
+from npu_device._src.collectives.graph import runs_if_fetched
+from npu_device._src.collectives.job import Job
+from npu_device._src.collectives.sessions import SessionSteps
+from npu_device._src.gradients.reduction import dense_of, with_values
+from npu_device._src.training.watching import digests
+from npu_device._src.training.watching.digests import checksum, variable_name
+from npu_device._src.training.watching.same_variables import as_many_as_gradients, note_equal
+from npu_device._src.training.watching.schedule import NEVER, next_look
+from npu_device._src.world.world import World, value_of
+
+_log = logging.getLogger("npu_device")
+_HOOK = (
+    "\nLikely cause: no broadcast, or a different seed on each rank.\nWhat to do: pass "
+    "npu_bridge.npu_init.NPUBroadcastGlobalVariablesHook(0) to the hooks of the session; or run the operation "
+    "npu_bridge.estimator.npu.npu_hook.broadcast_global_variables(0) once, after the variables have got their values."
+)
+_DRIFTED = (
+    "the ranks have drifted apart in a session: seen after step %d (after step %d they were equal), in %s\n"
+    "Likely cause: a rank that changed a variable alone (an assign, a hook, a restored checkpoint), or gradients that "
+    "were applied without a reduction.\nWhat to do: make the change on every rank, or run the operation "
+    "npu_bridge.estimator.npu.npu_hook.broadcast_global_variables(0) after it. NPU_DEVICE_AUDIT=1 finds the step."
+)
+_MOST_GRAPHS = 100  # graphs of sessions whose variables are compared
+_MOST_SESSIONS = 16  # sessions of a graph whose last checksums are kept
+# A look takes no longer than a step, which reads and sends as many bytes: at most 0.05 % of the time.
+_LARGEST_INTERVAL = 2000
+_READS = ("ReadVariableOp", "VariableV2", "Variable")
+
+
+class _Graphs(list[str]):
+    """The comparisons in graphs for sessions; a part of the job."""
+
+
+def reduce_compared(
+    world: World, gradients: Sequence[Any], reduce: Callable[[], list[Any]]
+) -> list[Any]:
+    """Reduce gradients; in a graph for sessions, compare the variables to which they belong before some steps."""
+    mode = environment.NPU_DEVICE_UNEQUAL_START.get()
+    is_watched = mode != "ignore" or environment.NPU_DEVICE_AUDIT.get() != "off"
+    graphs = world.job.made(_Graphs)
+    is_whole_job = world.size == world.job.cluster.world_size
+    variables: list[Any] = []
+    if runs_if_fetched() and is_watched and is_whole_job and len(graphs) < _MOST_GRAPHS:
+        variables = _variables_of(gradients)
+    if not variables:
+        return reduce()
+    if mode != "ignore":
+        note_equal(world, variables)
+    name = f"session {len(graphs) + 1}"
+    graphs.append(name)
+    comparison = _Comparison(world.job, name, list(map(variable_name, variables)))
+    steps = SessionSteps(name)
+    looked = steps.look(comparison.look, lambda: list(map(value_of, variables)))
+    with tf.control_dependencies([looked]):
+        reduced = reduce()
+    # One of the results, which the update needs, counts the step.
+    position = next(number for number, tensor in enumerate(reduced) if tensor is not None)
+    reduced[position] = with_values(reduced[position], lambda tensor: steps.counted(looked, tensor))
+    return reduced
+
+
+def _variables_of(gradients: Sequence[Any]) -> list[Any]:
+    """Return the trainable variables of the graph being built to which gradients belong, by their shapes."""
+    tensors = [dense_of(gradient) for gradient in gradients if gradient is not None]
+    # The mean of variables themselves, as in local SGD, is taken of values that differ.
+    if any(map(_is_read, tensors)):
+        return []
+    return as_many_as_gradients(gradients, tf.compat.v1.trainable_variables())
+
+
+def _is_read(tensor: tf.Tensor) -> bool:
+    """Return whether a tensor is the value of a variable."""
+    operation = tensor.op
+    while operation.type == "Identity":
+        operation = operation.inputs[0].op
+    return operation.type in _READS
+
+
+class _Look(NamedTuple):
+    steps: int  # number of steps that were over
+    checksums: list[int]
+
+
+class _Comparison:
+    """The comparison of the variables of a graph, in all of its sessions."""
+
+    def __init__(self, job: Job, name: str, names: Sequence[str]) -> None:
+        self._job = job
+        self._name = name
+        self._names = names
+        self._looks: dict[int, _Look] = {}  # the latest one in each session
+
+    def look(self, session: int, steps: int, *arrays: np.ndarray) -> int:
+        """Compare the variables after some steps of a session; return after how many steps to compare them next."""
+        checksums = list(map(checksum, arrays))
+        label = f"{self._name}, start {session}"
+        if steps == 0:
+            self._compare_start(label, checksums)
+        elif session in self._looks:
+            # Without the comparison before it, a drift couldn't be told from a different start.
+            earlier = self._looks[session]
+            text = digests.drifted(
+                *(self._job, f"{label}, step {steps}", self._names, earlier.checksums, checksums)
+            )
+            if text is not None:
+                _log.warning(_DRIFTED, steps, earlier.steps, text)
+        self._looks[session] = _Look(steps, checksums)
+        if len(self._looks) > _MOST_SESSIONS:
+            del self._looks[min(self._looks)]
+        return _next_look(steps)
+
+    def _compare_start(self, label: str, checksums: Sequence[int]) -> None:
+        mode = environment.NPU_DEVICE_UNEQUAL_START.get()
+        if mode == "ignore":
+            return
+        text = digests.different_start(self._job, label, self._names, _HOOK, checksums)
+        if text is not None and mode == "error":
+            raise RuntimeError(f"rank {self._job.cluster.rank}: {text}")
+        if text is not None:
+            _log.warning("%s", text)
+
+
+def _next_look(steps: int) -> int:
+    """Return the number of steps before the next look."""
+    interval = environment.NPU_DEVICE_AUDIT.get()
+    if interval == "off":
+        return NEVER
+    if interval != "auto":
+        return steps + int(interval)
+    # Each interval is a fifth of the steps so far: without a collective, the ranks can't agree on one by time.
+    return next_look(steps, min(steps // 5, _LARGEST_INTERVAL))
