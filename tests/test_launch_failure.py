@@ -219,7 +219,13 @@ def test_without_a_traceback_the_last_lines_are_told(
 ) -> None:
     source = script(
         tmp_path,
-        f"import os, sys; [print('noise', n, file=sys.stderr) for n in range(1000)]; {status}",
+        f"""
+        import os, sys
+        for number in range(1000):
+            print("noise", number, file=sys.stderr)
+        print("2026-11-28 03:43:49.930816: I tensorflow/core/util/port.cc:153] a remark", file=sys.stderr)
+        {status}
+        """,
     )
     done = npurun(source)
     assert done.returncode == code
@@ -227,6 +233,13 @@ def test_without_a_traceback_the_last_lines_are_told(
         "the last lines of its error output:",
         *[f"noise {number}" for number in range(980, 1000)],
     ]
+
+
+def test_a_wrong_variable_is_told_before_ranks_start(tmp_path: Path) -> None:
+    done = npurun("-n", "2", script(tmp_path, "print('started')"), NPU_DEVICE_AUDIT="daily")
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr.count(b"NPU_DEVICE_AUDIT is 'daily'") == 1
+    assert b"Traceback" not in done.stderr
 
 
 @pytest.mark.slow

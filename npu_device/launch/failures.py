@@ -8,6 +8,7 @@ count.
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 from collections.abc import Iterable, Sequence
@@ -20,6 +21,10 @@ from npu_device._src.wording import counted
 from npu_device.launch.events import Exit
 
 _LAST_LINES = 20
+# Remarks and warnings of TensorFlow, of which each start has some: they would hide what the script has printed.
+_REMARK = re.compile(
+    r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: [IW] |To enable the following instructions: "
+)
 # Sent from outside, by a person, the system or a scheduler: where the script was then means nothing.
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # Errors that a rank raises, wherever it is, when another rank is lost.
@@ -125,7 +130,7 @@ def _read(path: str) -> _Record:
 
 def _last_errors(stderr: Sequence[str]) -> list[PrintedError]:
     """Return the last error on a stderr, after those that caused it; else the last lines."""
-    errors = parse(stderr)
+    errors = parse([line for line in stderr if not _REMARK.match(line)])
     # Without a traceback, there is a single text.
     if len(errors) == 1:
         return [PrintedError("", "", errors[0].blocks[-_LAST_LINES:])]

@@ -7,6 +7,7 @@ import queue
 import signal
 import tempfile
 
+from npu_device._src import environment
 from npu_device._src.cluster.handshake import NO_SECRET
 from npu_device._src.membership.schemes import secret
 from npu_device._src.training.checkpoint.memory_slots import Memory, folder_in_memory
@@ -36,6 +37,8 @@ def run(options: Options, reporter: Reporter | None = None) -> int:
         RankGuard(directory, folder_in_memory(os.path.basename(directory))) as guard,
     ):
         try:
+            # Found now, and told once: each rank would find it after its imports.
+            environment.check_own_variables(warns=False)
             memory = None
             # Without restarts, the copies of several hosts would be of no use.
             if options.nnodes == 1 or options.nodes_meet:

@@ -54,7 +54,7 @@ def call_on_ranks(
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise ValueError(f"ranks={ranks!r}: expected a whole number from 1")
     _require_no_job()
-    call, offer = by_value.sent(function, arguments)
+    call, offer = by_value.sent(function, tuple(arguments))
     try:
         pool = kind(ranks)
         output = _Output(pool.processes)

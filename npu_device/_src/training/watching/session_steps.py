@@ -13,7 +13,6 @@ import numpy as np
 import tensorflow as tf
 
 from npu_device._src import environment
-from npu_device._src.collectives.graph import runs_if_fetched
 from npu_device._src.collectives.job import Job
 from npu_device._src.collectives.sessions import SessionSteps
 from npu_device._src.gradients.reduction import dense_of, with_values
@@ -55,7 +54,8 @@ def reduce_compared(
     graphs = world.job.made(_Graphs)
     is_whole_job = world.size == world.job.cluster.world_size
     variables: list[Any] = []
-    if runs_if_fetched() and is_watched and is_whole_job and len(graphs) < _MOST_GRAPHS:
+    is_session = not tf.compat.v1.executing_eagerly_outside_functions()
+    if is_session and is_watched and is_whole_job and len(graphs) < _MOST_GRAPHS:
         variables = _variables_of(gradients)
     if not variables:
         return reduce()
