@@ -13,14 +13,10 @@ import pytest
 import tensorflow as tf
 from caught_messages import warnings_of_package
 from divided_bodies import (
-    QUICK_WAYS,
     SHAPES,
-    WAYS,
     assert_divided,
     bits_of,
     body_fit,
-    body_model_saved,
-    body_restored,
     body_same_bits,
     body_saved,
     make_variables,
@@ -29,7 +25,6 @@ from divided_bodies import (
     wrap,
 )
 from pool import Pool
-from ranks import all_through
 from versions import needs_keras_3
 
 import npu_device as npu
@@ -216,13 +211,6 @@ def test_files_hold_what_they_hold_without(
     assert ranks.run(body_saved, "overwritten", str(tmp_path), savers, graph) == [[]] * 3
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(3, marks=full)])
-def test_models_are_saved_with_all_state(
-    pool_with: Callable[..., Pool], tmp_path: Any, count: int
-) -> None:
-    assert pool_with(count, "3").run(body_model_saved, str(tmp_path)) == [[]] * count
-
-
 def body_job_checkpoint(directory: str) -> bool:
     """Restore a checkpoint of 10 steps with divided updates, with and without those; return whether all go on alike."""
     directory = npu.distribute.broadcast_object(tempfile.mkdtemp(dir=directory))
@@ -248,36 +236,6 @@ def body_job_checkpoint(directory: str) -> bool:
 @full
 def test_job_checkpoints_hold_all_state(pool_with: Callable[..., Pool], tmp_path: Any) -> None:
     assert pool_with(3, "3").run(body_job_checkpoint, str(tmp_path)) == [True] * 3
-
-
-def body_two_optimizers() -> tuple[bool, list[bytes]]:
-    """Train shared variables by two optimizers in turn, one of which a gradient overwrites; return whether the bits are
-    those of undivided updates, and the weights.
-    """
-    ends = []
-    for shard_optimizer in (False, True):
-        variables = make_variables(SHAPES, ["float32"])
-        variables[6].overwrite_with_gradient = True
-        first = wrap(optimizers()["adam"](), shard_optimizer=shard_optimizer)
-        second = wrap(optimizers()["momentum"](), shard_optimizer=shard_optimizer)
-        for _ in range(3):
-            train(first, variables[:5], True, 2)
-            train(second, variables[3:], True, 2)
-        ends.append(bits_of(variables))
-    return ends[0] == ends[1], ends[1]
-
-
-@full
-def test_two_optimizers_share_variables(pool_with: Callable[..., Pool]) -> None:
-    found = pool_with(3, "3").run(body_two_optimizers)
-    assert all(is_same and weights == found[0][1] for is_same, weights in found)
-
-
-@pytest.mark.parametrize("ways", [QUICK_WAYS, pytest.param(list(WAYS), marks=full)])
-def test_files_are_restored_by_some_ranks(
-    pool_with: Callable[..., Pool], tmp_path: Any, ways: list[str]
-) -> None:
-    assert pool_with(3, "3").run(body_restored, ways, str(tmp_path)) == [[]] * 3
 
 
 def body_other_assignments() -> tuple[list[bool], str]:
@@ -406,15 +364,6 @@ def test_what_cannot_be_divided_is_not(pool_with: Callable[..., Pool], kind: str
     assert len(heard) == 1 and kind in heard[0] and "has no effect" in heard[0], heard
     assert not nothing
     assert weights == others
-
-
-@pytest.mark.parametrize("graph", [pytest.param(False, marks=full), True], ids=["eager", "graph"])
-def test_divided_updates_through_sockets_have_the_bits_of_whole_ones(
-    pool_with: Callable[..., Pool], graph: bool
-) -> None:
-    ranks = pool_with(3, "3", **all_through("tcp"))
-    found = ranks.run(body_same_bits, "adam", graph, SHAPES, ["float32"], 1, False)
-    assert_divided(found, "adam")
 
 
 def body_disagree() -> tuple[str, str]:

@@ -10,17 +10,27 @@ import pytest
 import tensorflow as tf
 from caught_messages import warnings_of_package
 from divided_bodies import (
+    QUICK_WAYS,
     SHAPES,
+    WAYS,
+    assert_divided,
     body_direct_reads,
     body_fit_checkpoint,
     body_job_checkpoint_of_ranks,
     body_loaded_model,
+    body_model_saved,
+    body_read_in_functions,
+    body_restored,
+    body_resumed,
+    body_same_bits,
     body_scaled_later,
+    body_two_optimizers,
     make_variables,
     train,
 )
 from launcher import npurun, script
 from pool import Pool
+from ranks import all_through
 from versions import needs_keras_3
 
 from npu_device._src.tf1.distributed_optimizer import npu_distributed_optimizer_wrapper
@@ -31,6 +41,7 @@ KERASES = [
     pytest.param("3", marks=needs_keras_3, id="keras3"),
     pytest.param("2", marks=full, id="tf_keras"),
 ]
+EITHER = [KERASES[0], pytest.param("2", id="tf_keras")]
 by_keras = pytest.mark.parametrize("keras", KERASES)
 
 
@@ -46,6 +57,12 @@ def test_a_loss_scale_optimizer_may_come_later(
 @by_keras
 def test_a_loaded_model_goes_on(pool_with: Callable[..., Pool], tmp_path: Any, keras: str) -> None:
     assert pool_with(2, keras).run(body_loaded_model, str(tmp_path)) == [[True, True]] * 2
+
+
+@full
+@by_keras
+def test_a_backup_is_resumed(pool_with: Callable[..., Pool], tmp_path: Any, keras: str) -> None:
+    assert pool_with(2, keras).run(body_resumed, str(tmp_path)) == [[True, True]] * 2
 
 
 @by_keras
@@ -76,6 +93,46 @@ def test_checkpoints_are_restored_on_another_number_of_ranks(
     folder, state = saved[0]
     loaded = pool_with(loading, keras).run(body, folder, False, divides_then)
     assert loaded == [(folder, state)] * loading
+
+
+@by_keras
+def test_functions_traced_before_the_first_step_read_right_or_raise(
+    pool_with: Callable[..., Pool], keras: str
+) -> None:
+    assert pool_with(2, keras).run(body_read_in_functions) == [[]] * 2
+
+
+@pytest.mark.parametrize("keras", EITHER)
+@pytest.mark.parametrize("count", [2, pytest.param(3, marks=full)])
+def test_models_are_saved_with_all_state(
+    pool_with: Callable[..., Pool], tmp_path: Any, count: int, keras: str
+) -> None:
+    assert pool_with(count, keras).run(body_model_saved, str(tmp_path)) == [[]] * count
+
+
+@by_keras
+@pytest.mark.parametrize("ways", [QUICK_WAYS, pytest.param(list(WAYS), marks=full)])
+def test_files_are_restored_by_some_ranks(
+    pool_with: Callable[..., Pool], tmp_path: Any, ways: list[str], keras: str
+) -> None:
+    assert pool_with(3, keras).run(body_restored, ways, str(tmp_path)) == [[]] * 3
+
+
+@by_keras
+@pytest.mark.parametrize("graph", [pytest.param(False, marks=full), True], ids=["eager", "graph"])
+def test_divided_updates_through_sockets_have_the_bits_of_whole_ones(
+    pool_with: Callable[..., Pool], graph: bool, keras: str
+) -> None:
+    ranks = pool_with(3, keras, **all_through("tcp"))
+    found = ranks.run(body_same_bits, "adam", graph, SHAPES, ["float32"], 1, False)
+    assert_divided(found, "adam")
+
+
+@full
+@by_keras
+def test_two_optimizers_share_variables(pool_with: Callable[..., Pool], keras: str) -> None:
+    found = pool_with(3, keras).run(body_two_optimizers)
+    assert all(is_same and weights == found[0][1] for is_same, weights in found)
 
 
 def body_no_effect() -> list[tuple[list[str], bool]]:

@@ -9,12 +9,9 @@ import tensorflow as tf
 from caught_messages import warnings_of_package
 from divided_bodies import (
     SHAPES,
-    WAYS,
     assert_divided,
     bits_of,
     body_fit,
-    body_model_saved,
-    body_restored,
     body_same_bits,
     body_saved,
     make_variables,
@@ -22,7 +19,6 @@ from divided_bodies import (
     wrap,
 )
 from pool import Pool
-from ranks import all_through
 
 full = pytest.mark.full
 
@@ -124,27 +120,6 @@ def test_files_hold_what_they_hold_without(
 ) -> None:
     ranks = pool_with(3, "2")
     assert ranks.run(body_saved, "overwritten", str(tmp_path), savers, graph) == [[]] * 3
-
-
-@pytest.mark.parametrize("count", [2, pytest.param(3, marks=full)])
-def test_models_are_saved_with_all_state(
-    pool_with: Callable[..., Pool], tmp_path: Any, count: int
-) -> None:
-    assert pool_with(count, "2").run(body_model_saved, str(tmp_path)) == [[]] * count
-
-
-@full
-def test_files_are_restored_by_some_ranks(pool_with: Callable[..., Pool], tmp_path: Any) -> None:
-    assert pool_with(3, "2").run(body_restored, list(WAYS), str(tmp_path)) == [[]] * 3
-
-
-@full
-def test_divided_updates_through_sockets_have_the_bits_of_whole_ones(
-    pool_with: Callable[..., Pool],
-) -> None:
-    ranks = pool_with(3, "2", **all_through("tcp"))
-    found = ranks.run(body_same_bits, "adam", True, SHAPES, ["float32"], 1, False)
-    assert_divided(found, "adam")
 
 
 def body_undivided() -> list[tuple[list[str], list[bytes]]]:

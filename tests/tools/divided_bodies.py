@@ -25,18 +25,13 @@ def optimizers() -> dict[str, Callable[[], Any]]:
     kinds = tf.keras.optimizers
     scaling = tf.keras.mixed_precision.LossScaleOptimizer
 
-    def adamw() -> Any:
-        optimizer = kinds.AdamW(0.02, weight_decay=0.1, clipnorm=0.5)
-        optimizer.exclude_from_weight_decay(var_names=["one", "v4"])
-        return optimizer
-
     return {
         "plain": lambda: kinds.SGD(0.05),
         "momentum": lambda: kinds.SGD(0.05, momentum=0.9),
         "nesterov": lambda: kinds.SGD(0.05, momentum=0.9, nesterov=True, global_clipnorm=0.3),
         "adam": lambda: kinds.Adam(0.02, global_clipnorm=0.4),
         "amsgrad": lambda: kinds.Adam(0.02, amsgrad=True, clipvalue=0.02),
-        "adamw": adamw,
+        "adamw": lambda: kinds.AdamW(0.02, weight_decay=0.1, clipnorm=0.5),
         "rmsprop": lambda: kinds.RMSprop(0.02, momentum=0.5, centered=True),
         "lion": lambda: kinds.Lion(0.01, weight_decay=0.05),
         "nadam": lambda: kinds.Nadam(kinds.schedules.ExponentialDecay(0.02, 3, 0.9)),
@@ -140,6 +135,14 @@ def bits_of(variables: list[Any]) -> list[bytes]:
     return [tf.convert_to_tensor(variable).numpy().tobytes() for variable in variables]
 
 
+def _optimizer_of(name: str, variables: list[Any]) -> Any:
+    optimizer = optimizers()[name]()
+    if name == "adamw":
+        # One variable by its identity, another one by its name.
+        optimizer.exclude_from_weight_decay(var_list=[variables[1]], var_names=["one", "v4"])
+    return optimizer
+
+
 def body_same_bits(
     name: str,
     graph: bool,
@@ -153,9 +156,9 @@ def body_same_bits(
     if "dynamic" in name:
         how["infinite_at"] = 4
     whole, divided = make_variables(shapes, dtypes), make_variables(shapes, dtypes)
-    plain = wrap(optimizers()[name]())
+    plain = wrap(_optimizer_of(name, whole))
     train(plain, whole, graph, **how)
-    optimizer = wrap(optimizers()[name](), shard_optimizer=True)
+    optimizer = wrap(_optimizer_of(name, divided), shard_optimizer=True)
     train(optimizer, divided, graph, **how)
     assert bits_of(whole) == bits_of(divided), name
     slots = 0
@@ -184,12 +187,13 @@ def assert_divided(found: list[Any], name: str) -> None:
         assert all(0 < slots < sum(slots for slots, _ in found) for slots, _ in found), found
 
 
-class _Halving(tf.keras.callbacks.Callback):  # type: ignore[misc]
-    """Assigns weights after each epoch, on every rank."""
+class _Changing(tf.keras.callbacks.Callback):  # type: ignore[misc]
+    """Assigns weights and the learning rate after each epoch, on every rank."""
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         for weight in self.model.trainable_weights:
             weight.assign(weight * 0.5)
+        self.model.optimizer.learning_rate = 0.01 + 0.01 * epoch
 
 
 def body_fit(name: str, compiled: dict[str, Any], built: bool) -> tuple[int, list[bytes]]:
@@ -213,13 +217,13 @@ def body_fit(name: str, compiled: dict[str, Any], built: bool) -> tuple[int, lis
         model.compile(optimizer=optimizer, loss="mse", **compiled)
         model = npu.distribute.replicate(model, shard_optimizer=shard_optimizer)
         options: dict[str, Any] = {"batch_size": 12, "epochs": 2, "verbose": 0}
+        options["callbacks"] = [_Changing()]
         if swaps:
-            halve = _Halving()
-            options["callbacks"] = [keras.callbacks.SwapEMAWeights(swap_on_epoch=True), halve]
+            options["callbacks"].insert(0, keras.callbacks.SwapEMAWeights(swap_on_epoch=True))
             options["validation_data"] = (x[:7], y[:7])
         history = model.fit(x, y, **options).history
         # The callback of Keras serves one fit.
-        options.pop("callbacks", None)
+        del options["callbacks"]
         layers[0].trainable = built
         if not built:  # another optimizer for other variables
             model.compile(optimizer=optimizers()[name](), loss="mse", **compiled)
@@ -427,6 +431,34 @@ def body_loaded_model(directory: str) -> list[bool]:
     return [whole == divided for whole, divided in zip(*ends)]
 
 
+def body_resumed(directory: str) -> list[bool]:
+    """Resume a fit from the files of Keras's ``BackupAndRestore``, without and with divided updates; return whether
+    what comes out is equal.
+    """
+    keras = tf.keras
+    directory = npu.distribute.broadcast_object(tempfile.mkdtemp(dir=directory))
+    x = np.random.default_rng(0).standard_normal([53, 9]).astype(np.float32)
+    y = (x[:, :1] > 0).astype(np.float32)
+    ends = []
+    for shard_optimizer in (False, True):
+        for epochs in (2, 3):
+            keras.utils.set_random_seed(epochs)
+            layers = [keras.Input([9]), keras.layers.Dense(5), keras.layers.Dense(1)]
+            model = keras.Sequential(layers, name="model")
+            model.compile(keras.optimizers.Adam(0.01, name="adam"), loss="mse")
+            model = npu.distribute.replicate(model, shard_optimizer=shard_optimizer)
+            backup = keras.callbacks.BackupAndRestore(
+                f"{directory}/{shard_optimizer}", delete_checkpoint=False
+            )
+            history = model.fit(
+                x, y, batch_size=12, epochs=epochs, verbose=0, callbacks=[backup]
+            ).history
+        assert len(history["loss"]) == 1, "it has not resumed"
+        ends.append((history, bits_of([*model.weights, *model.optimizer.variables])))
+        npu.distribute.barrier()
+    return [whole == divided for whole, divided in zip(*ends)]
+
+
 def body_direct_reads(directory: str) -> list[str]:
     """Read slots that other ranks hold in ways past the optimizer; return the ways that give no complete value, and
     raise nothing.
@@ -470,6 +502,77 @@ def body_direct_reads(directory: str) -> list[str]:
         wrong += _differing("get_weights", whole.get_weights(), divided.get_weights())
     npu.distribute.barrier()
     return wrong
+
+
+def body_read_in_functions() -> list[str]:
+    """Read slots before and after the first steps in functions that are traced before; return the reads that give no
+    complete value, and raise nothing.
+    """
+    wrong = []
+    raised = 0
+    whole_variables = make_variables(SHAPES, ["float32"])
+    whole = wrap(tf.keras.optimizers.Adagrad(0.02))
+    train(whole, whole_variables, True, 3)
+    for way in ("traced before the wrapper", "built before the wrapper", "built after the wrapper"):
+        variables = make_variables(SHAPES, ["float32"])
+        optimizer = tf.keras.optimizers.Adagrad(0.02)
+        if way != "built after the wrapper":
+            optimizer.build(variables)
+        reads = _reads_of(optimizer) if way == "traced before the wrapper" else []
+        divided = wrap(optimizer, shard_optimizer=True)
+        divided.build(variables)
+        if way == "built after the wrapper" and npu.distribute.size() > 1:
+            shares = list(filter(compat.is_share, divided.variables))
+            assert not all(map(compat.has_memory, shares)), "other ranks' slots have memory"
+        reads = reads or _reads_of(divided)
+        for one, read in zip(divided.variables, reads):
+            if compat.is_share(one) and not np.all(read().numpy() == np.float32(0.1)):
+                wrong.append(f"{way}, at first: {compat.path_of(one)}")
+        train(divided, variables, True, 3)
+        for one, other, read in zip(whole.variables, divided.variables, reads):
+            try:
+                value = read().numpy()
+            except tf.errors.OpError as error:
+                raised += "was traced before the first step" in str(error)
+                continue
+            # TensorFlow keeps what such a function reads; it can only be emptied.
+            is_emptied = way == "traced before the wrapper" and value.ndim == 9
+            if not is_emptied and value.tobytes() != bits_of([one])[0]:
+                wrong.append(f"{way}, at last: {compat.path_of(other)}")
+        npu.distribute.barrier()
+    assert raised
+    return wrong
+
+
+def _reads_of(optimizer: Any) -> list[Callable[[], tf.Tensor]]:
+    """Return a traced function for each variable of an optimizer, which reads it."""
+
+    def reader(variable: Any) -> Callable[[], tf.Tensor]:
+        read: Callable[[], tf.Tensor] = tf.function(
+            lambda: tf.identity(tf.convert_to_tensor(variable)), autograph=False
+        ).get_concrete_function()
+        return read
+
+    return list(map(reader, optimizer.variables))
+
+
+def body_two_optimizers() -> tuple[bool, list[bytes]]:
+    """Train shared variables by two optimizers in turn, one of which a gradient overwrites in Keras 3; return whether
+    the bits are those of undivided updates, and the weights.
+    """
+    ends = []
+    for shard_optimizer in (False, True):
+        variables = make_variables(SHAPES, ["float32"])
+        if hasattr(tf.keras, "Variable"):
+            variables[6].overwrite_with_gradient = True
+        first = wrap(optimizers()["adam"](), shard_optimizer=shard_optimizer)
+        second = wrap(optimizers()["momentum"](), shard_optimizer=shard_optimizer)
+        for _ in range(3):
+            train(first, variables[:5], True, 2)
+            train(second, variables[3:], True, 2)
+        ends.append(bits_of([*variables, *first.variables, *second.variables]))
+        npu.distribute.barrier()
+    return ends[0] == ends[1], ends[1]
 
 
 def _differing(name: str, whole: list[Any], divided: list[Any]) -> list[str]:

@@ -288,10 +288,11 @@ def lend_averages(optimizer: Any, lend: Callable[[Sequence[Any]], Iterator[Any]]
 
 def free_until_first_step(slot: Any, initializer: Any) -> None:
     """Free the memory of a slot that another rank will hold: until it is assigned another one, it has the initial value
-    that an initializer of Keras has given it, or "zeros", or what a checkpoint has given it.
+    that an initializer of Keras has given it, or "zeros", or what a checkpoint has given it. In tf-keras,
+    ``initializer`` is the value itself, or None for zeros.
     """
     if isinstance(slot, tf.Variable):
-        tf_keras_slots.free_until_first_step(slot, isinstance(initializer, str))
+        tf_keras_slots.free_until_first_step(slot, initializer)
         return
     if isinstance(initializer, str):
         initializer = keras_of(slot).initializers.get(initializer)
@@ -300,12 +301,22 @@ def free_until_first_step(slot: Any, initializer: Any) -> None:
     _leave_to_owner(slot, initializer, is_restored)
 
 
+def watch_reads(slot: Any) -> None:
+    """Let a built slot that another rank will hold tell functions that read it before the first step."""
+    if isinstance(slot, tf.Variable):
+        tf_keras_slots.watch_reads(slot)
+    else:
+        slot.__class__ = _remote_class(keras_of(slot).Variable)
+
+
 def make_remote(slot: Any) -> None:
     """Free the memory of a slot; its ``SHARE`` tells what reading it gives."""
     if isinstance(slot, tf.Variable):
         tf_keras_slots.make_remote(slot)
-    else:
-        _leave_to_owner(slot, None, False)
+        return
+    if slot._value is not None:
+        tf_keras_slots.empty(slot._value)
+    _leave_to_owner(slot, None, False)
 
 
 def _leave_to_owner(slot: Any, initializer: Any, keeps_value: bool) -> None:
@@ -390,9 +401,11 @@ def _remote_class(variable_class: Any) -> Any:
 
         @property
         def value(self) -> Any:
+            share = getattr(self, SHARE)
             if self._value is None and self._initializer is None:
-                return getattr(self, SHARE).read(self)
-            return super().value
+                return share.read(self)
+            read = functools.partial(getattr, super(), "value")
+            return share.read_before_first_step(self, read)
 
         def numpy(self) -> Any:
             return self.value.numpy()

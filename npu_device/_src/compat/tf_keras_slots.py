@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable, UninitializedVariable
 
@@ -18,6 +19,7 @@ from npu_device._src.compat.keras import SHARE, in_checkpoint
 
 _VALUE = "VARIABLE_VALUE"  # the key of a variable's tensor in checkpoints
 _HAS_MEMORY = "_npu_has_memory"
+_ELEMENT = "_npu_element"  # what fills the slot until it is assigned a value
 
 
 def is_plain_variable(slot: Any) -> bool:
@@ -29,17 +31,44 @@ def has_memory(slot: Any) -> bool:
     return bool(vars(slot).get(_HAS_MEMORY, True))
 
 
-def free_until_first_step(slot: Any, is_zero: bool) -> None:
-    """Let a slot be one that another rank will hold. Zeros have no memory; what a checkpoint has given it stays."""
-    slot.__class__ = _remote_class(slot.__class__)
+def free_until_first_step(slot: Any, initial_value: Any) -> None:
+    """Let a slot be one that another rank will hold. A value of equal elements has no memory; any other one, and what a
+    checkpoint has given it, stays.
+    """
+    watch_reads(slot)
+    element = _element_of(initial_value)
     is_restored = slot._update_uid >= 0
-    if is_zero and not is_restored:
+    if element is not None and not is_restored:
+        vars(slot)[_ELEMENT] = element
         _free(slot)
 
 
-def make_remote(slot: Any) -> None:
+def _element_of(initial_value: Any) -> Any:
+    """Return what fills an initial value; None if its elements differ, or each rank may begin with another value."""
+    # tf-keras has zeros where it is given nothing.
+    if initial_value is None:
+        return 0
+    # Averages begin with the weights of this rank, and a scalar may have been computed from these.
+    if not isinstance(initial_value, tf.Tensor) or not hasattr(initial_value, "numpy"):
+        return None
+    array = np.ascontiguousarray(initial_value.numpy())
+    if array.size < 2:
+        return None
+    # As bytes, since NaN isn't equal to itself, and -0.0 is to 0.0.
+    rows = array.reshape(-1, 1).view(np.uint8)
+    if not np.array_equal(rows, np.broadcast_to(rows[0], rows.shape)):
+        return None
+    return array.reshape(-1)[0]
+
+
+def watch_reads(slot: Any) -> None:
     slot.__class__ = _remote_class(slot.__class__)
-    _free(slot)
+
+
+def make_remote(slot: Any) -> None:
+    watch_reads(slot)
+    if has_memory(slot):
+        _free(slot)
 
 
 def make_whole(slot: Any) -> None:
@@ -98,8 +127,17 @@ def clipped_by_norm(
     return clipped
 
 
+def empty(variable: Any) -> None:
+    """Free the memory of a variable that functions which are traced already may keep: these fail, or return tensors of
+    nine empty dimensions, as no operation of TensorFlow can make a variable uninitialized.
+    """
+    with tf.init_scope(), tf.device(variable.device):
+        nothing = tf.zeros([0] * 9, variable.dtype)
+        tf.raw_ops.AssignVariableOp(resource=variable.handle, value=nothing, validate_shape=False)
+
+
 def _free(slot: Any) -> None:
-    # Functions that are traced already keep the old handle, and with it the memory.
+    empty(slot)
     with tf.init_scope(), tf.device(slot.device):
         holder = UninitializedVariable(trainable=False, shape=slot.shape, dtype=slot.dtype)
     _take_handle(slot, holder)
@@ -108,9 +146,14 @@ def _free(slot: Any) -> None:
 
 def _give_memory(slot: Any) -> None:
     with tf.init_scope(), tf.device(slot.device):
-        holder = tf.Variable(tf.zeros(slot.shape, slot.dtype), trainable=False)
+        holder = tf.Variable(_initial_value(slot), trainable=False)
     _take_handle(slot, holder)
     vars(slot)[_HAS_MEMORY] = True
+
+
+def _initial_value(slot: Any) -> tf.Tensor:
+    element = vars(slot).get(_ELEMENT, 0)
+    return tf.fill(slot.shape, tf.constant(element, slot.dtype))
 
 
 def _take_handle(slot: Any, holder: Any) -> None:
@@ -161,16 +204,18 @@ def _remote_class(variable_class: Any) -> Any:
         return variable_class
 
     class RemoteVariable(variable_class):
-        """A slot that another rank holds. Until the first step, it is zero unless it has been assigned a value."""
+        """A slot that another rank holds. Until the first step, it has its initial value unless assigned another."""
 
         # All methods of TensorFlow's variables that return the value call this one.
         def _read_variable_op(self, *args: Any, **kwargs: Any) -> Any:
-            if has_memory(self):
-                return super()._read_variable_op(*args, **kwargs)
             share = getattr(self, SHARE)
             if share.is_apart:
                 return share.read(self)
-            return tf.zeros(self.shape, self.dtype)
+            if has_memory(self):
+                read = functools.partial(super()._read_variable_op, *args, **kwargs)
+            else:
+                read = functools.partial(_initial_value, self)
+            return share.read_before_first_step(self, read)
 
         def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
             share = getattr(self, SHARE)

@@ -182,6 +182,8 @@ class DividedUpdate:
                 owner = self.owner_of(variable)
                 if slot is not None and owner is not None and id(slot) not in whole_ids:
                     self._note(slot, owner)
+                    if owner != self._world.rank:
+                        compat.watch_reads(slot)
         return self._undo_if_not_exact()
 
     def _whole_slots(self) -> list[Any]:

@@ -116,10 +116,7 @@ def _add_variable_in_tf_keras(
     slot = add(self, model_variable, variable_name, shape, initial_value)
     update = _update_of(self)
     if update is not None and compat.is_plain_variable(slot):
-        initializer = None
-        if initial_value is None:
-            initializer = "zeros"
-        update.add_slot(slot, model_variable, initializer)
+        update.add_slot(slot, model_variable, initial_value)
     return slot
 
 

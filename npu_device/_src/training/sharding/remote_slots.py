@@ -13,7 +13,7 @@ import threading
 import weakref
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import Any, Optional
+from typing import Any, Callable, Optional
 
 import numpy as np
 import tensorflow as tf
@@ -46,6 +46,13 @@ class Share:
     def read(self, variable: Any) -> tf.Tensor:
         """Return the value of a slot that another rank holds."""
         return self._slots.fetch(self._index, variable, self.owner)
+
+    def read_before_first_step(self, variable: Any, read: Callable[[], Any]) -> Any:
+        """Return what ``read`` does. A function in which it is read fails when it runs after the first step."""
+        if tf.executing_eagerly():
+            return read()
+        with tf.control_dependencies([self._slots.check_not_apart(variable, self.owner)]):
+            return tf.identity(read())
 
     def assign(self, variable: Any, new_value: Any) -> None:
         """Give a value to the owner of the slot."""
@@ -81,6 +88,7 @@ class OptimizerSlots:
         with tf.init_scope(), tf.device("CPU:0"):
             self._updates = tf.Variable(0, trainable=False, dtype=tf.int64)
             self._has_incoming = tf.Variable(False, trainable=False)
+            self._are_apart = tf.Variable(False, trainable=False)
         exchange = job.part(SlotExchange)
         if exchange is None:
             exchange = SlotExchange(job)
@@ -111,6 +119,8 @@ class OptimizerSlots:
     def begin(self) -> None:
         """Note that all ranks of the group have come to the first step of this optimizer."""
         self._exchange.forget_unused(self._number)
+        with tf.init_scope():
+            self._are_apart.assign(True)
 
     def count_update(self, is_update: tf.Tensor | None = None) -> None:
         """Count an update, if it is one, at once or in the graph that is built."""
@@ -165,6 +175,14 @@ class OptimizerSlots:
                 "save the state of the optimizer between two steps."
             )
         return _from_bytes(fetched, variable)
+
+    def check_not_apart(self, variable: Any, owner: int) -> tf.Operation:
+        """Return an operation that fails once only the owner has the value of a slot."""
+        message = (
+            f"{self._text_of(variable, owner)}is read in a function that was traced before the first step, and has no "
+            "value for it.\nWhat to do: read it in eager mode, between two steps; or leave out shard_optimizer=True."
+        )
+        return tf.debugging.Assert(~self._are_apart.read_value(), [message])
 
     def give(self, index: int, variable: Any, owner: int, new_value: Any) -> None:
         """Assign a value to a slot that another rank holds."""
