@@ -162,6 +162,7 @@ def test_ranks_that_drift_apart_in_sessions_are_named(tmp_path: Path) -> None:
         "seen after step 7 (after step 4 they were equal), in 1 of 1 variables (net/weight:0):"
     )
     assert "rank 1" in drift and "broadcast_global_variables(0)" in drift
+    assert "tf.control_dependencies([learning_rate])" in drift
     ends = texts.split("the ranks ended with different values for ")[1:]
     assert sorted(end.split(":\n")[0] for end in ends) == [
         "1 of 2 variables (net/weight/Momentum:0)",

@@ -30,9 +30,11 @@ _HOOK = (
 )
 _DRIFTED = (
     "the ranks have drifted apart in a session: seen after step %d (after step %d they were equal), in %s\n"
-    "Likely cause: a rank that changed a variable alone (an assign, a hook, a restored checkpoint), or gradients that "
-    "were applied without a reduction.\nWhat to do: make the change on every rank, or run the operation "
-    "npu_bridge.estimator.npu.npu_hook.broadcast_global_variables(0) after it. NPU_DEVICE_AUDIT=1 finds the step."
+    "Likely cause: a rank that changed a variable alone (an assign, a hook, a restored checkpoint); gradients that "
+    "were applied without a reduction; or a learning rate that is computed from the global step while the update "
+    "changes it.\nWhat to do: make the change on every rank, or run the operation "
+    "npu_bridge.estimator.npu.npu_hook.broadcast_global_variables(0) after it; change the global step under "
+    "tf.control_dependencies([learning_rate]). NPU_DEVICE_AUDIT=1 finds the step."
 )
 _MOST_GRAPHS = 100  # graphs of sessions whose variables are compared
 _MOST_SESSIONS = 16  # sessions of a graph whose last checksums are kept
