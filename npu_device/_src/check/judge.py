@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from npu_device._src.check.core_distance import SHARES_CACHE_BELOW
 from npu_device._src.cluster.ports import is_loopback
@@ -34,7 +33,7 @@ class Facts:
     interface: str | None
     bits: float | None  # bits per second of the interface; None if unknown
     versions: dict[str, str]  # versions of Python and of installed packages, by name
-    layout: list[list[Any]]  # the cores that the process may use, each as the attributes of a Core
+    layout: list[list]  # the cores that the process may use, each as the attributes of a Core
     share: int  # hardware threads of those cores that are for this rank
     quota: float | None  # CPUs whose time the process gets, None for all
     memory: int  # bytes of the machine

@@ -60,7 +60,7 @@ def check() -> dict[str, Any]:
     }
 
 
-def _gather(job: Job, name: str, content: Any) -> list[Any]:
+def _gather(job: Job, name: str, content: Any) -> list:
     return job.store.gather(f"check/{name}", content, CHECK_OTHERS_SECONDS)
 
 

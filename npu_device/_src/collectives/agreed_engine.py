@@ -40,11 +40,7 @@ class AgreedEngine:
     """
 
     def __init__(
-        self,
-        job: Job,
-        group: Group,
-        terms: Terms = AGREED,
-        in_message: bool | tf.Tensor = False,
+        self, job: Job, group: Group, terms: Terms = AGREED, in_message: bool | tf.Tensor = False
     ) -> None:
         self.job = job
         self.group = group
@@ -271,7 +267,7 @@ class Route(NamedTuple):
 
 
 def route_of(
-    job: Job, group: Group, tensors: Sequence[Any], ragged: bool, has_owners: bool = False
+    job: Job, group: Group, tensors: Sequence, ragged: bool, has_owners: bool = False
 ) -> Route:
     """Return the route of a call. ``has_owners``: each rank sends data of another size, which a message can't take."""
     # None has no dtype: it stands for a gradient that a rank doesn't have.

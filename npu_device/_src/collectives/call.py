@@ -83,9 +83,7 @@ def _fingerprint(*parts: Any) -> tuple[int, int]:
     return first, second
 
 
-def describe(
-    collective: str, tensors: Sequence[Any], ragged: bool, details: dict[str, Any]
-) -> Call:
+def describe(collective: str, tensors: Sequence, ragged: bool, details: dict[str, Any]) -> Call:
     """Return the description of a call. Of ``ragged`` values, the first dimension may differ among the ranks."""
     kinds = []
     shapes = []
@@ -116,7 +114,7 @@ def _kind_and_shape(tensor: Any, ragged: bool) -> tuple[str, tf.TensorShape | No
     return tensor.dtype.name, tensor.shape
 
 
-def shapes_number(call: Call, tensors: Sequence[Any], ragged: bool) -> int | tf.Tensor:
+def shapes_number(call: Call, tensors: Sequence, ragged: bool) -> int | tf.Tensor:
     """Return one 32-bit number for all shapes, an int or int32; the same for static and dynamic shapes."""
     number = 0
     dynamic: list[tf.Tensor] = []

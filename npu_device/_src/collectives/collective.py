@@ -42,9 +42,9 @@ class Collective:
 
     name: str
     group: Group
-    values: Sequence[Any]
-    body: Callable[..., Any]
-    inputs: Optional[Sequence[Any]] = None
+    values: Sequence
+    body: Callable
+    inputs: Optional[Sequence] = None
     results: Optional[Callable[[], Any]] = None
     details: dict[str, Any] = field(default_factory=dict)
     ragged: bool = False
@@ -102,7 +102,7 @@ class Collective:
                 # The terms refer to the graph, which what the body has made may outlive.
                 engine.terms = None
 
-    def _body_inputs(self) -> Sequence[Any]:
+    def _body_inputs(self) -> Sequence:
         if self.inputs is None:
             return self.values
         return self.inputs

@@ -50,7 +50,7 @@ def after(operation: Any) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext()
 
 
-def fetchable(operations: Sequence[Any]) -> tf.Operation | None:
+def fetchable(operations: Sequence) -> tf.Operation | None:
     """Return one operation for a session to fetch; None if operations run without being fetched."""
     if not runs_if_fetched():
         return None
@@ -108,12 +108,10 @@ def origin(tensor: tf.Tensor) -> tf.Tensor:
 _FEWEST_CAPTURED_ELEMENTS = (
     129  # TensorFlow copies smaller tensors (``capture_container._EAGER_CONST_THRESHOLD``)
 )
-functions_by_number: dict[int, Callable[..., Any]] = {}
+functions_by_number: dict[int, Callable] = {}
 
 
-def python_call(
-    function: Callable[..., Any], inputs: Sequence[tf.Tensor], dtypes: Sequence[tf.DType]
-) -> Any:
+def python_call(function: Callable, inputs: Sequence[tf.Tensor], dtypes: Sequence[tf.DType]) -> Any:
     """Add an operation to the graph of a ``tf.function`` that calls a Python function with the inputs as numpy arrays;
     return the results as a list, or the operation if there are none. The function returns an array for each dtype, and
     must not refer to tensors of the graph.
@@ -138,7 +136,7 @@ class Order:
 
     def call(
         self,
-        function: Callable[..., Sequence[Any]],
+        function: Callable[..., Sequence],
         inputs: Sequence[tf.Tensor],
         dtypes: Sequence[tf.DType] = (),
     ) -> list[tf.Tensor]:
@@ -149,7 +147,7 @@ class Order:
         # the number in the order's variable, and its first result is written there: TensorFlow keeps reads and writes
         # of a variable in order. A result that only serves for this would cost 10 µs.
 
-        def in_order(_: Any, *arrays: Any) -> Sequence[Any]:
+        def in_order(_: Any, *arrays: Any) -> Sequence:
             return function(*arrays)
 
         variable = compat.through_outer_graphs(self._variable.handle)
@@ -160,8 +158,8 @@ class Order:
 
 
 def call_now(
-    function: Callable[..., list[Any]], inputs: Sequence[Any], specs: Sequence[tf.TensorSpec]
-) -> list[Any]:
+    function: Callable[..., list], inputs: Sequence, specs: Sequence[tf.TensorSpec]
+) -> list:
     """Call a Python function with arrays, at once or in the graph that is built now, in no order but that of its data.
     It returns an array for each spec, lives as long as the graph, and must not refer to it.
     """
@@ -240,7 +238,7 @@ _GRADIENT = "npu_device_gradient"
 _GRADIENTS_ATTRIBUTE = "_npu_device_gradients"
 
 
-def _dense(upstream: Sequence[Any]) -> list[Any]:
+def _dense(upstream: Sequence) -> list:
     """Return gradients as tensors; those of a result whose rows were picked are ``tf.IndexedSlices``."""
     require_order("the gradient of a collective was computed")
     return [
@@ -249,16 +247,12 @@ def _dense(upstream: Sequence[Any]) -> list[Any]:
     ]
 
 
-_gradients: weakref.WeakValueDictionary[int, Callable[..., list[Any]]] = (
-    weakref.WeakValueDictionary()
-)
+_gradients: weakref.WeakValueDictionary[int, Callable[..., list]] = weakref.WeakValueDictionary()
 """The gradient function of each call in a graph, which keeps it."""
 
 
 def differentiable(
-    results: Sequence[tf.Tensor],
-    backward: Callable[..., Sequence[Any]],
-    tensors: Sequence[tf.Tensor],
+    results: Sequence[tf.Tensor], backward: Callable[..., Sequence], tensors: Sequence[tf.Tensor]
 ) -> list[tf.Tensor]:
     """Return results that were made from tensors, with a gradient of their own: ``backward`` returns the gradients of
     the tensors for those of the results.
@@ -276,7 +270,7 @@ def differentiable(
     count = len(results)
     number = next(_numbers)
 
-    def gradients(*upstream: Any) -> list[Any]:
+    def gradients(*upstream: Any) -> list:
         """Return the gradients of the results, which have none, and of the inputs."""
         # The results are inputs of the identity as well, and get no gradient from it.
         return [None] * count + list(backward(*_dense(upstream[:count])))
@@ -292,7 +286,7 @@ def differentiable(
 
 
 @tf.RegisterGradient(_GRADIENT)
-def _gradient(operation: tf.Operation, *upstream: Any) -> list[Any]:
+def _gradient(operation: tf.Operation, *upstream: Any) -> list:
     match = re.search(rf"{_GRADIENT}_(\d+)", operation.name.rpartition("/")[2])
     gradients = None
     if match is not None:

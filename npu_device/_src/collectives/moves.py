@@ -109,7 +109,7 @@ def all_to_all_v(
     return Collective("all_to_all_v", group, [vector], body, inputs, results, ragged=True).run(job)
 
 
-def _require_equal(sent: tf.Tensor, expected: tf.Tensor) -> list[Any]:
+def _require_equal(sent: tf.Tensor, expected: tf.Tensor) -> list:
     # In both matrices, row i and column j hold the number of elements from rank i to rank j.
     text = "all_to_all_v: what a rank sends to another (send_counts) is not what the other expects (recv_counts)"
     if not tf.executing_eagerly():

@@ -140,10 +140,7 @@ def _reduced_spec(tensor: tf.Tensor | tf.TensorSpec, reduction: str) -> Callable
 
 
 def broadcast_from_owners(
-    job: Job,
-    tensors: TensorsOrSpecs,
-    owners: Sequence[int],
-    group: Group,
+    job: Job, tensors: TensorsOrSpecs, owners: Sequence[int], group: Group
 ) -> TensorList:
     """Send tensors from the ranks that own them to all others; return them in the order of ``tensors``.
 

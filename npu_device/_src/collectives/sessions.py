@@ -130,11 +130,7 @@ class SessionQueue:
     """The queue of one group on one of its members."""
 
     def __init__(
-        self,
-        group: Group,
-        health: Health,
-        held: dict[Group, Row | None],
-        from_first: FromFirst,
+        self, group: Group, health: Health, held: dict[Group, Row | None], from_first: FromFirst
     ) -> None:
         self._group = group
         self._health = health
@@ -253,7 +249,7 @@ def _shortened(text: str) -> str:
 
 @compat.do_not_convert
 def call_python(
-    function: Callable[..., Any], tensors: Tensors, specs: Sequence[tf.TensorSpec]
+    function: Callable, tensors: Tensors, specs: Sequence[tf.TensorSpec]
 ) -> list[tf.Tensor]:
     """Add an operation to the graph that calls a Python function outside of the session's threads, with the values as
     numpy arrays. It returns an array for each spec, at least one. What it raises is an error of ``session.run``.
@@ -262,7 +258,7 @@ def call_python(
     dtypes = [spec.dtype for spec in specs]
     inputs = [tf.constant(0), *tensors]  # a dataset's element has at least one component
 
-    def call(*values: np.ndarray) -> list[Any]:
+    def call(*values: np.ndarray) -> list:
         """Return a path to read before the results, and the results."""
         try:
             return [_READABLE, *function(*values)]

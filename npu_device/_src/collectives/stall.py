@@ -35,10 +35,7 @@ class StallWatch:
     """
 
     def __init__(
-        self,
-        context: EngineContext,
-        groups: Mapping[str, Group],
-        held: Mapping[Group, Row | None],
+        self, context: EngineContext, groups: Mapping[str, Group], held: Mapping[Group, Row | None]
     ) -> None:
         self._health = context.health
         self._cluster = context.cluster

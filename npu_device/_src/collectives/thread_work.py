@@ -185,7 +185,7 @@ def work_of(thread: threading.Thread) -> Work | None:
     return _works[thread]
 
 
-def _described(identity: Hashable, function: Any, arguments: Sequence[Any]) -> Work:
+def _described(identity: Hashable, function: Any, arguments: Sequence) -> Work:
     words = [*_words(list(arguments))]
     is_told = not arguments or any(is_distinctive for _, is_distinctive in words)
     number = _number([*_texts(function), *(text for text, _ in words)])
@@ -245,7 +245,7 @@ def _words_of_array(value: Any, name: str) -> Iterator[tuple[str, bool]]:
         yield f"{name} {dtype} {value.shape}", False
 
 
-def _parts(value: Any) -> Iterator[Any]:
+def _parts(value: Any) -> Iterator:
     """Generate what a value consists of, in an order that doesn't depend on the process."""
     if isinstance(value, (list, tuple)):
         yield from value
@@ -268,12 +268,12 @@ def _parts(value: Any) -> Iterator[Any]:
         yield from sorted(plain, key=str)
 
 
-def _values(mapping: Mapping[Any, Any]) -> list[Any]:
+def _values(mapping: Mapping) -> list:
     """Return the values of a dictionary in the order of their keys."""
     return [mapping[key] for key in sorted(mapping, key=str)]
 
 
-def _plain_values_of_closure(function: types.FunctionType) -> list[Any]:
+def _plain_values_of_closure(function: types.FunctionType) -> list:
     cells = [cell for cell in function.__closure__ or () if cell != types.CellType()]
     return [cell.cell_contents for cell in cells if type(cell.cell_contents) in _PLAIN]
 

@@ -31,7 +31,7 @@ def changed(tensor: Any, by: float = _OF_FLOAT32, seed: int = 0) -> Any:
     return tensor * tf.cast(1 + by * signs, tensor.dtype)
 
 
-def noisy_layers(keras: Any) -> list[Any]:
+def noisy_layers(keras: Any) -> list:
     """Return the classes of layers that draw random numbers in training."""
     names = [
         name for name in dir(keras.layers) if name in _NOISY.split() or name.startswith("Random")
@@ -39,9 +39,7 @@ def noisy_layers(keras: Any) -> list[Any]:
     return [getattr(keras.layers, name) for name in names]
 
 
-def quiet(
-    call: Callable[..., Any], tell: Callable[[Any], None] = lambda layer: None
-) -> Callable[..., Any]:
+def quiet(call: Callable, tell: Callable[[Any], None] = lambda layer: None) -> Callable:
     """Return the ``call`` of a layer as it is outside training; ``tell`` is called with a layer that would train."""
 
     @functools.wraps(call)

@@ -31,8 +31,8 @@ class Trial:
     """
 
     whole: Any
-    repeats: Sequence[Any]
-    parts: Sequence[Any] = ()
+    repeats: Sequence
+    parts: Sequence = ()
     weights: Sequence[float] = ()
 
     @functools.cached_property

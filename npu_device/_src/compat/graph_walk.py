@@ -30,7 +30,7 @@ def walk(
             pending += neighbours(node)
 
 
-def producers(operation: Any) -> list[Any]:
+def producers(operation: Any) -> list:
     """Return the operations of a graph that an operation directly waits for."""
     # Control inputs, too: what an operation waits for has to be there before.
     return [*(tensor.op for tensor in operation.inputs), *operation.control_inputs]

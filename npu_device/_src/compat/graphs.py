@@ -79,7 +79,7 @@ def default_strategy() -> Any:
     return _distribute_lib._get_default_strategy().extended
 
 
-def functions_that_update(variables: Iterable[Any]) -> list[list[str]]:
+def functions_that_update(variables: Iterable) -> list[list[str]]:
     """Return for each variable the names of the functions in this process that set it to what they compute on their
     own: no other rank has a part in it.
     """
@@ -109,7 +109,7 @@ def _operations_after_exchanges(graph: Any) -> set[str]:
         if re.match("PyFunc|EagerPyFunc|Collective", operation.type)
     ]
 
-    def users(operation: Any) -> list[Any]:
+    def users(operation: Any) -> list:
         return [user for tensor in operation.outputs for user in tensor.consumers()]
 
     return {operation.name for operation in walk(exchanges, users)}
@@ -145,9 +145,9 @@ def through_outer_graphs(tensor: Any) -> Any:
     return _captured(inner, tensor)
 
 
-def _graphs_of_function() -> tuple[Any, list[Any]]:
+def _graphs_of_function() -> tuple[Any, list]:
     """Return the graph of the function that is being built, and in it those of branches and loops, outermost first."""
-    inner: list[Any] = []
+    inner: list = []
     graph = graph_being_built()
     while isinstance(graph, _CONTROL_FLOW):
         inner.insert(0, graph)
@@ -155,7 +155,7 @@ def _graphs_of_function() -> tuple[Any, list[Any]]:
     return graph, inner
 
 
-def _captured(inner: Iterable[Any], tensor: Any) -> Any:
+def _captured(inner: Iterable, tensor: Any) -> Any:
     """Return a tensor of a function as the innermost of its branches and loops sees it."""
     for graph in inner:
         with graph.as_default():
@@ -194,7 +194,7 @@ def is_default_strategy(strategy: Any) -> bool:
     return type(strategy).__name__ == "_DefaultDistributionStrategy"
 
 
-def datasets_of(dataset: Any) -> Iterator[Any]:
+def datasets_of(dataset: Any) -> Iterator:
     """Yield a ``tf.data.Dataset`` and those that it is made of."""
     yield dataset
     for source in getattr(dataset, "_inputs", list)():
@@ -264,7 +264,7 @@ _CALLS = {
 }
 
 
-def functions_of(operation: Any) -> dict[str, list[Any]]:
+def functions_of(operation: Any) -> dict[str, list]:
     """Return the graphs of the functions that an operation calls, by the name of its attribute; none for most."""
     base_type = operation.type.replace("Stateless", "").replace("Stateful", "")
     graphs = {}
@@ -296,11 +296,11 @@ def random_generator_of_process() -> Any:
 
 
 def tensors_behind(
-    tensors: Iterable[Any], until: Callable[[Any], bool] = lambda tensor: False
-) -> Iterator[Any]:
+    tensors: Iterable, until: Callable[[Any], bool] = lambda tensor: False
+) -> Iterator:
     """Yield tensors of a graph and those that they are computed from, each once, up to some that are left out."""
 
-    def inputs(tensor: Any) -> Iterator[Any]:
+    def inputs(tensor: Any) -> Iterator:
         return itertools.filterfalse(until, tensor.op.inputs)
 
     return walk(itertools.filterfalse(until, tensors), inputs)
@@ -477,13 +477,13 @@ def _inside(graph: Any) -> Iterator[tuple[str, Any]]:
         function.signature.name: function for function in graph.as_graph_def().library.function
     }
 
-    def called(node: Any) -> list[Any]:
+    def called(node: Any) -> list:
         names = []
         for attribute in node.attr.values():
             names += [function.name for function in (attribute.func, *attribute.list.func)]
         return [functions[name] for name in names if name in functions]
 
-    def called_by(function: Any) -> Iterator[Any]:
+    def called_by(function: Any) -> Iterator:
         return itertools.chain.from_iterable(map(called, function.node_def))
 
     for operation in graph.get_operations():
@@ -495,7 +495,7 @@ def _inside(graph: Any) -> Iterator[tuple[str, Any]]:
                     yield node.op, operation
 
 
-def changed_by(graph: Any) -> tuple[list[Any], Any]:
+def changed_by(graph: Any) -> tuple[list, Any]:
     """Return the handles of the variables that a traced function may set, and an operation that changes something
     else, or None.
     """

@@ -158,7 +158,7 @@ def iterators_made(model: Any, used: int, knows_length: bool) -> list[int]:
     return sorted({used, 2 * used})
 
 
-def variables_to_update(optimizer: Any, trainable_variables: Any = None) -> list[Any]:
+def variables_to_update(optimizer: Any, trainable_variables: Any = None) -> list:
     """Return the variables that a Keras 3 optimizer's ``apply`` updates, given its argument."""
     if trainable_variables is None:
         trainable_variables = optimizer._trainable_variables
@@ -180,7 +180,7 @@ def accumulation_steps(optimizer: Any) -> int:
     return 1
 
 
-def accumulators_of(optimizer: Any, variables: Any) -> list[Any]:
+def accumulators_of(optimizer: Any, variables: Any) -> list:
     """Return TensorFlow's variables in which a built optimizer adds up the gradients of some variables."""
     accumulators = optimizer._accumulated_gradients
     return [
@@ -189,12 +189,12 @@ def accumulators_of(optimizer: Any, variables: Any) -> list[Any]:
     ]
 
 
-def all_accumulators_of(optimizer: Any) -> list[Any]:
+def all_accumulators_of(optimizer: Any) -> list:
     """Return the variables in which a Keras 3 optimizer adds up gradients; none if it isn't built."""
     return list(map(inner_variable, getattr(optimizer, "_accumulated_gradients", None) or ()))
 
 
-def keep_in_checkpoints(optimizer: Any, name: str, variables: list[Any]) -> None:
+def keep_in_checkpoints(optimizer: Any, name: str, variables: list) -> None:
     """Let ``tf.train.Checkpoint`` keep further variables of an optimizer, under a name."""
     holder = tf.Module()
     holder.variables_of_rank = variables
@@ -219,7 +219,7 @@ def sums_over_replicas(aggregate: Any) -> bool:
     return is_own and not tf.distribute.has_strategy()
 
 
-def note_missing_gradients(aggregate: Any, pairs: list[Any]) -> None:
+def note_missing_gradients(aggregate: Any, pairs: list) -> None:
     """Warn of gradients that are None, as the function does; raise ValueError if all are."""
     aggregate.__globals__["optimizer_utils"].filter_empty_gradients(pairs)
 
@@ -275,7 +275,7 @@ def in_checkpoint(slot: Any, has_memory: bool) -> Any:
     return tf.convert_to_tensor(slot)
 
 
-def optimizer_variables(optimizer: Any, weights: Any) -> list[Any]:
+def optimizer_variables(optimizer: Any, weights: Any) -> list:
     """Return all variables of an optimizer, including its learning rate and loss scale, that every rank holds.
 
     In Keras 3 ``variables`` has them all. In tf-keras it lacks the learning rate and the loss scale; that of a legacy
@@ -327,7 +327,7 @@ def loss_scale_entries(keras: Any) -> list[tuple[Any, str]]:
     return [(type(loss_scale_class), "__call__")]
 
 
-def with_inner(optimizer: Any) -> list[Any]:
+def with_inner(optimizer: Any) -> list:
     """Return an optimizer, and the one inside if it is a loss-scale optimizer."""
     optimizers = [optimizer]
     inner = getattr(optimizer, "inner_optimizer", None)
@@ -392,7 +392,7 @@ def generator_of_layer(layer: Any) -> Any:
     return getattr(getattr(layer, "_random_generator", None), "_generator", None)
 
 
-def slots(optimizer: Any, weights: Any) -> list[Any]:
+def slots(optimizer: Any, weights: Any) -> list:
     """Return the variables that a legacy optimizer of tf-keras keeps for weights, such as momenta."""
     variables = []
     for weight in weights:

@@ -23,20 +23,20 @@ from npu_device._src.compat.keras import (
 )
 
 
-def all_layers(model: Any) -> list[Any]:
+def all_layers(model: Any) -> list:
     """Return a model and its layers, including nested ones."""
     # Keras has no public name for this, but tf-keras 2.15 to 2.20 and Keras 3.0 to 3.15 have the private one.
     return list(model._flatten_layers())
 
 
-def converted(component: Any, name: str) -> Callable[..., Any]:
+def converted(component: Any, name: str) -> Callable:
     """Return a method of an object. AutoGraph rewrites that of a loss or metric of tf-keras in a graph, as Keras's own
     calls of it do, even if whoever calls it isn't rewritten. Keras 3 has none rewritten.
     """
     method = getattr(component, name)
     is_loss_or_metric = hasattr(component, "reduction") or hasattr(component, "update_state")
     if not is_loss_or_metric or is_keras_3(keras_of(component)):
-        return cast(Callable[..., Any], method)
+        return cast(Callable, method)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if tf.executing_eagerly():
@@ -47,7 +47,7 @@ def converted(component: Any, name: str) -> Callable[..., Any]:
     return call
 
 
-def variables_of(model: Any) -> list[Any]:
+def variables_of(model: Any) -> list:
     """Return the variables of a model, as far as they exist; tf-keras doesn't list them if a part was never called."""
     try:
         return list(model.variables)
@@ -59,7 +59,7 @@ def variables_of(model: Any) -> list[Any]:
         return _unique(variable for variables in lists for variable in variables)
 
 
-def operations_of(model: Any) -> list[Any]:
+def operations_of(model: Any) -> list:
     """Return the layers of a model, including itself and nested ones, and in Keras 3 what a functional model does
     between them; without metrics, which are layers in tf-keras.
     """
@@ -80,13 +80,13 @@ def is_optimizer(candidate: Any) -> bool:
     return hasattr(type(candidate), "apply_gradients") and hasattr(type(candidate), "iterations")
 
 
-def counters_of(model: Any) -> list[Any]:
+def counters_of(model: Any) -> list:
     """Return tf-keras's own counters in a model, which are variables."""
     names = ("_train_counter", "_test_counter", "_predict_counter", "_steps_per_execution")
     return [vars(model)[name] for name in names if vars(model).get(name) is not None]
 
 
-def metrics_of(model: Any) -> list[Any]:
+def metrics_of(model: Any) -> list:
     compiled = [
         getattr(model, name, None)
         for name in ("_loss_tracker", "_compile_metrics", "compiled_metrics")
@@ -95,7 +95,7 @@ def metrics_of(model: Any) -> list[Any]:
     return _unique(itertools.chain.from_iterable(map(_flat, [*model.metrics, *compiled, *losses])))
 
 
-def loss_trackers_of(model: Any) -> list[Any]:
+def loss_trackers_of(model: Any) -> list:
     """Return the metrics to which Keras itself passes losses, with the number of samples in the batch."""
     trackers = [
         getattr(model, name, None) for name in ("_loss_tracker", "_compile_loss", "compiled_loss")
@@ -103,7 +103,7 @@ def loss_trackers_of(model: Any) -> list[Any]:
     return _unique(itertools.chain.from_iterable(map(_flat, trackers)))
 
 
-def _flat(metric: Any) -> Iterator[Any]:
+def _flat(metric: Any) -> Iterator:
     """Yield the metrics in a container, or a metric itself; nothing of anything else."""
     # The containers of the compiled metrics and of the compiled losses have no state of their own.
     if type(metric).__name__ in (
@@ -119,7 +119,7 @@ def _flat(metric: Any) -> Iterator[Any]:
         yield metric
 
 
-def compiled_losses(model: Any) -> list[Any]:
+def compiled_losses(model: Any) -> list:
     """Return the loss objects of ``compile``, as far as they exist; those of functions and names, too."""
     # Keras 3 has this container: of loss objects before 3.7, of wrapped ones later.
     compiled = getattr(model, "_compile_loss", None)
@@ -141,7 +141,7 @@ def adds_loss_of_script(layer: Any) -> bool:
     return type(layer).__name__ == "AddLoss" and belongs_to_keras(type(layer))
 
 
-def layers_that_add_up_activity(model: Any) -> list[Any]:
+def layers_that_add_up_activity(model: Any) -> list:
     """Return the layers whose activity regularizer, of Keras's own, adds up over the samples.
 
     Keras 3 divides by their number from 3.14 on, as tf-keras always did. Can go with the versions before that.
@@ -186,7 +186,7 @@ def _is_used(container: Any) -> bool:
     )
 
 
-def moving_statistics(model: Any) -> list[Any]:
+def moving_statistics(model: Any) -> list:
     """Return the floating-point variables, such as moving averages, that layers update themselves in training."""
     layers = all_layers(model)
     # Metrics are excluded, since they are layers in tf-keras.
@@ -206,7 +206,7 @@ def moving_statistics(model: Any) -> list[Any]:
     return [variable for variable in variables if tf.as_dtype(variable.dtype).is_floating]
 
 
-def states_of_samples(model: Any) -> list[Any]:
+def states_of_samples(model: Any) -> list:
     """Return the variables of recurrent layers with ``stateful=True``, which have a row for each sample of a batch."""
     layers = []
     for layer in all_layers(model):
@@ -216,7 +216,7 @@ def states_of_samples(model: Any) -> list[Any]:
     return [state for of_layer in states for state in of_layer if hasattr(state, "assign")]
 
 
-def _not_trained(layer: Any) -> list[Any]:
+def _not_trained(layer: Any) -> list:
     try:
         return list(layer.non_trainable_weights)
     # A tf-keras model raises this if a part was never called; its layers are asked, too.
@@ -259,7 +259,7 @@ def _forward_of_keras_3(model: Any, x: Any) -> Any:
     return model(x)
 
 
-def _unique(objects: Iterable[Any]) -> list[Any]:
+def _unique(objects: Iterable) -> list:
     """Return objects once each, in their order; variables have no hash, or compare elements."""
     return list({id(instance): instance for instance in objects}.values())
 
@@ -280,7 +280,7 @@ def is_batch_normalization(layer: Any) -> bool:
     return isinstance(layer, tuple(_batch_normalizations()))
 
 
-def batch_normalizations() -> list[Any]:
+def batch_normalizations() -> list:
     """Return the batch normalizations that exist in this process, of either Keras."""
     classes = set(_with_subclasses(_batch_normalizations()))
     # Without such a class, no object can be an instance, and the search is saved.
@@ -339,7 +339,7 @@ def _is_normalization_module(module_globals: Mapping[str, Any]) -> bool:
     return str(module_globals.get("__name__")).endswith("normalization.batch_normalization")
 
 
-def _batch_normalizations() -> list[Any]:
+def _batch_normalizations() -> list:
     """Return the class of each imported Keras that computes moments."""
     classes = []
     for name in ("keras", "tf_keras"):
@@ -351,7 +351,7 @@ def _batch_normalizations() -> list[Any]:
     return classes
 
 
-def _with_subclasses(classes: Iterable[Any]) -> Iterator[Any]:
+def _with_subclasses(classes: Iterable) -> Iterator:
     for cls in classes:
         yield cls
         yield from _with_subclasses(cls.__subclasses__())

@@ -76,12 +76,12 @@ def is_optimizer_built(optimizer: Any) -> bool:
     return bool(getattr(with_inner(optimizer)[-1], "_built", False))
 
 
-def averages_of(optimizer: Any) -> list[Any]:
+def averages_of(optimizer: Any) -> list:
     """Return the moving averages of the variables that a built optimizer trains; None for one without."""
     return list(getattr(optimizer, _AVERAGES, None) or ())
 
 
-def undivided_state(optimizer: Any, whole_slots: Sequence[Any]) -> list[Any]:
+def undivided_state(optimizer: Any, whole_slots: Sequence) -> list:
     """Return the variables of an optimizer that are neither shares nor what every update of Keras's classes needs.
 
     Args:
@@ -107,7 +107,7 @@ def undivided_state(optimizer: Any, whole_slots: Sequence[Any]) -> list[Any]:
     return undivided
 
 
-def lists_of_slots(optimizer: Any, trained: Sequence[Any]) -> Iterator[Sequence[Any]]:
+def lists_of_slots(optimizer: Any, trained: Sequence) -> Iterator[Sequence]:
     """Yield the lists in which a built optimizer keeps its slots, in the order of the variables that it trains."""
     for name, held in vars(optimizer).items():
         # The lists that a class of the script keeps are slots, whatever their names.
@@ -169,8 +169,8 @@ def squared_norm(optimizer: Any, gradient: Any) -> tf.Tensor:
 
 
 def clipped_by_global_norm(
-    optimizer: Any, gradients: Sequence[Any], squared_norms: Sequence[tf.Tensor]
-) -> list[Any]:
+    optimizer: Any, gradients: Sequence, squared_norms: Sequence[tf.Tensor]
+) -> list:
     """Return gradients clipped as Keras does, bit by bit, given the squared norms of all ranks' gradients."""
     keras = keras_of(optimizer)
     if not is_keras_3(keras):
@@ -216,8 +216,8 @@ def clipped_with_all(
     clip = getattr(optimizer, name)
     was_set = name in vars(optimizer)
 
-    def clip_with_all(_: Any) -> list[Any]:
-        clipped: list[Any] = gradients
+    def clip_with_all(_: Any) -> list:
+        clipped: list = gradients
         if is_legacy:
             clipped = [
                 (gradient, pairs[position][1]) for gradient, position in zip(gradients, positions)
@@ -237,7 +237,7 @@ def clipped_with_all(
 
 
 def with_averages(
-    optimizer: Any, trained: Sequence[Any], indices: Sequence[int], act: Callable[[list[Any]], Any]
+    optimizer: Any, trained: Sequence, indices: Sequence[int], act: Callable[[list], Any]
 ) -> Any:
     """Call a function of an optimizer with some of the variables that it trains, given by their positions."""
     chosen = [trained[index] for index in indices]
@@ -257,25 +257,23 @@ def with_averages(
 class _Averages(list):
     """The moving averages of an optimizer, of which Keras's callback gets others to swap."""
 
-    def __init__(
-        self, averages: Sequence[Any], lend: Callable[[Sequence[Any]], Iterator[Any]]
-    ) -> None:
+    def __init__(self, averages: Sequence, lend: Callable[[Sequence], Iterator]) -> None:
         super().__init__(averages)
         self._lend = lend
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator:
         frame = sys._getframe(1)
         callback = frame.f_locals.get("self")
         if isinstance(callback, tf.keras.callbacks.SwapEMAWeights):
             return self._lend(self[:])
         return super().__iter__()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> list[Any]:
+    def __deepcopy__(self, memo: dict[int, Any]) -> list:
         # The copy of an optimizer isn't divided.
         return copy.deepcopy(list(self), memo)
 
 
-def lend_averages(optimizer: Any, lend: Callable[[Sequence[Any]], Iterator[Any]]) -> None:
+def lend_averages(optimizer: Any, lend: Callable[[Sequence], Iterator]) -> None:
     """Let Keras's callback ``SwapEMAWeights`` read and change what a function yields for the averages of an optimizer:
     it works on TensorFlow's variables, and is the same on all ranks. Any other caller sees the averages as they are.
     """
@@ -371,7 +369,7 @@ def path_of(slot: Any) -> str:
     return str(getattr(slot, "path", slot.name))
 
 
-def trained_in_order(optimizer: Any, variables: Sequence[Any]) -> list[Any] | None:
+def trained_in_order(optimizer: Any, variables: Sequence) -> list | None:
     """Return the variables for which an optimizer is built, in the order of its slots. tf-keras doesn't keep them: it
     may be one of the given ones only, or the answer is None.
     """

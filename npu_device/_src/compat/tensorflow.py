@@ -11,10 +11,7 @@ import tensorflow as tf
 
 # Scripts take config_pb2, rewriter_config_pb2, session and session_run_hook from the adapter's star import.
 from tensorflow.core.protobuf import config_pb2, rewriter_config_pb2, tensorflow_server_pb2  # noqa: F401
-from tensorflow.python.client import (
-    _pywrap_events_writer,
-    session,
-)
+from tensorflow.python.client import _pywrap_events_writer, session
 
 # In ``eager_mode``, a thread runs eagerly also after ``tf.compat.v1.disable_v2_behavior()``. The context has no public
 # counterpart for collective ops over several processes and for idle threads; nothing public asks what tapes record.
@@ -60,7 +57,7 @@ def is_function(value: Any) -> bool:
     return isinstance(value, _function.Function)
 
 
-def parts_of_function(function: Any) -> tuple[Any, ...]:
+def parts_of_function(function: Any) -> tuple:
     """Return what ``untraced_function`` needs to make the same function in a different process."""
     return (
         function.python_function,
@@ -185,7 +182,7 @@ def lines_of_stack(frame: Any) -> Iterator[tuple[str, int, str]]:
         frame = frame.f_back
 
 
-def open_sessions(graph: Any) -> list[Any]:
+def open_sessions(graph: Any) -> list:
     """Return the sessions of TensorFlow 1 in this process that run a graph; some may have been closed."""
     # Sessions and interactive ones have no public class in common. Found by their type: asking objects may run code.
     sessions = [

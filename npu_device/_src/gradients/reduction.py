@@ -179,7 +179,7 @@ def _cut(
             sparse.append(position)
     call = (range(len(tensors)), segments)
     # A segment that is a call of its own has all of its tensors in one segment.
-    parts: list[Any] = [(segment, [range(len(segment))]) for segment in segments]
+    parts: list = [(segment, [range(len(segment))]) for segment in segments]
     # Sparse tensors are in no segment: each of them is reduced by itself.
     parts += [([position], []) for position in sparse]
     return _CutList(segments, sparse, one_or_parts(call, parts))
@@ -335,7 +335,7 @@ def weighted(gradient: Any, weight: Any) -> Any:
     return with_values(gradient, lambda rows: rows * tf.cast(weight, rows.dtype))
 
 
-def all_finite(gradients: Sequence[Any]) -> tf.Tensor:
+def all_finite(gradients: Sequence) -> tf.Tensor:
     """Return whether the gradients of this rank are finite: bool, shape []; ``None`` among them is ignored."""
     values = map(dense_of, gradients)
     return tf.reduce_all(
@@ -354,7 +354,7 @@ class ReducedTensors:
         self._eager: deque[weakref.ref[Any]] = deque(maxlen=_LATEST)
         self._graphs: weakref.WeakKeyDictionary[tf.Graph, set[str]] = weakref.WeakKeyDictionary()
 
-    def add(self, reduced: Iterable[Any]) -> None:
+    def add(self, reduced: Iterable) -> None:
         self.calls += 1
         eager = tf.executing_eagerly()
         for tensor in map(dense_of, reduced):
@@ -364,18 +364,18 @@ class ReducedTensors:
             elif tensor is not None:
                 self._graphs.setdefault(tensor.graph, set()).add(tensor.name)
 
-    def missing_in(self, gradients: Sequence[Any]) -> list[Any]:
+    def missing_in(self, gradients: Sequence) -> list:
         """Return the gradients that aren't results of a reduction or, in a function, computed from such only."""
         if tf.executing_eagerly():
             return self._missing_by_identity(gradients)
         return self._missing_by_graph(gradients)
 
-    def _missing_by_identity(self, gradients: Sequence[Any]) -> list[Any]:
+    def _missing_by_identity(self, gradients: Sequence) -> list:
         # Found by identity, since an eager tensor doesn't tell what it was made of.
         reduced = {id(tensor) for reference in self._eager if (tensor := reference()) is not None}
         return [gradient for gradient in gradients if id(dense_of(gradient)) not in reduced]
 
-    def _missing_by_graph(self, gradients: Sequence[Any]) -> list[Any]:
+    def _missing_by_graph(self, gradients: Sequence) -> list:
         origins: dict[tf.Graph, dict[str, set[str]]] = {}
         unreduced = []
         for gradient in gradients:

@@ -20,7 +20,7 @@ from npu_device._src import compat
 from npu_device._src.gradients.split_strategy import bounds, log_once, segment_result, segments
 
 
-def production_order(tensors: Sequence[Any]) -> list[int]:
+def production_order(tensors: Sequence) -> list[int]:
     """Return positions in the list, in the order of production.
 
     Ties count from the end of the list, since backward runs through the variables from the last to the first.
@@ -94,7 +94,7 @@ class FirstOrders(dict[tuple[str, ...], list[int]]):
 
 
 def cut(
-    orders: FirstOrders, tensors: Sequence[Any], reduction: str, fusion: int, group: str
+    orders: FirstOrders, tensors: Sequence, reduction: str, fusion: int, group: str
 ) -> list[list[int]]:
     """Cut a list of tensors into segments: positions of dense tensors of one dtype each. Anything else is left out.
 
@@ -122,9 +122,7 @@ def cut(
     return joined + alone
 
 
-def _by_dtype(
-    tensors: Sequence[Any], fusion: int
-) -> tuple[dict[tf.DType, list[int]], list[list[int]]]:
+def _by_dtype(tensors: Sequence, fusion: int) -> tuple[dict[tf.DType, list[int]], list[list[int]]]:
     """Return the positions of the tensors that may travel together, by dtype, and of those that travel alone."""
     by_dtype: dict[tf.DType, list[int]] = {}
     alone: list[list[int]] = []

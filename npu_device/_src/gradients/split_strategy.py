@@ -24,7 +24,7 @@ _DEFAULT_PERCENTAGE = 96.54
 _log = logging.getLogger("npu_device")
 _IDX = "idxList"
 _SIZE = "dataSizeList"
-_strategies: dict[tuple[str, str], list[Any]] = {}
+_strategies: dict[tuple[str, str], list] = {}
 """By parameter and group: what the script has set."""
 # Shorter lists are metrics and the like, not a model's gradients; they need no message.
 _FEWEST_GRADIENTS = 4
@@ -246,7 +246,7 @@ def forget_strategies() -> None:
     _strategies.clear()
 
 
-def _store(name: str, numbers: list[Any], group: str) -> None:
+def _store(name: str, numbers: list, group: str) -> None:
     previous = _strategies.get((name, group))
     if previous is not None and previous != numbers:
         _log.info(

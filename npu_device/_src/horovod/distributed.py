@@ -46,9 +46,7 @@ def _settings(
     return ReductionOptions(reduction, compression=wire), LocalGradients(**local)
 
 
-def _reduced(
-    gradients: Sequence[Any], options: ReductionOptions, local: LocalGradients
-) -> list[Any]:
+def _reduced(gradients: Sequence, options: ReductionOptions, local: LocalGradients) -> list:
     world = world_unless_child()
     gradients = local.made_dense(gradients)
     if world is None:
@@ -123,7 +121,7 @@ class _LegacyOptimizer(DelegatingOptimizer):
 class _CallableList(list):
     """Serves ``optimizer.variables`` and ``optimizer.variables()``."""
 
-    def __call__(self) -> list[Any]:
+    def __call__(self) -> list:
         return self
 
 
@@ -233,8 +231,8 @@ def _distributed(original: Any) -> Any:
     ) -> Any:
         """Return pairs of variable and gradient: those of local sources, and the others."""
         pairs = list(zip(sources, self.gradient(target, sources, *args, **kwargs)))
-        local: list[Any] = []
-        common: list[Any] = []
+        local: list = []
+        common: list = []
         for pair in pairs:
             if self.npu_local.has(pair[0]):
                 local.append(pair)

@@ -17,12 +17,12 @@ network_interface network_interfaces executable prefix_output_with_timestamp
 
 
 def run(
-    func: Callable[..., Any],
-    args: Sequence[Any] = (),
+    func: Callable,
+    args: Sequence = (),
     kwargs: Mapping[str, Any] | None = None,
     np: int | None = None,
     **options: Any,
-) -> list[Any]:
+) -> list:
     """Call a function on new processes of this machine; return the results in order of rank.
 
     Args:

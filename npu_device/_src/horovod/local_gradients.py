@@ -28,7 +28,7 @@ class LocalSources:
         self._factor = 1.0
         if scales:
             self._factor /= ranks.size()
-        self._variables: list[Any] = []
+        self._variables: list = []
 
     def add(self, variable: Any) -> None:
         # The inner variable is kept, since Keras wraps it anew where a script asks for it.
@@ -69,7 +69,7 @@ class LocalGradients:
         self._count: Any = None
         self._is_inside = False
 
-    def made_dense(self, gradients: Sequence[Any]) -> list[Any]:
+    def made_dense(self, gradients: Sequence) -> list:
         """Return gradients, with sparse ones made dense if that is asked for."""
         if not self._dense:
             return list(gradients)
@@ -134,9 +134,7 @@ class LocalGradients:
             optimizer.save_own_variables = save_own_variables
         optimizer._trackable_children = trackable_children
 
-    def enter(
-        self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], apply: Any
-    ) -> Any:
+    def enter(self, optimizer: Any, gradients: Sequence, variables: Sequence, apply: Any) -> Any:
         """Apply gradients, or only add them up if it isn't time yet."""
         # ``apply_gradients`` of Keras calls ``apply``.
         if self._is_inside:
@@ -151,7 +149,7 @@ class LocalGradients:
             self._is_inside = False
 
     def _accumulate(
-        self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], apply: Any
+        self, optimizer: Any, gradients: Sequence, variables: Sequence, apply: Any
     ) -> Any:
         if any(isinstance(gradient, tf.IndexedSlices) for gradient in gradients):
             raise ValueError(
@@ -167,7 +165,7 @@ class LocalGradients:
         if reducer is not None:
             factor = reducer.factor
         # A variable that isn't reached by the loss has no gradient, and nothing is added to its sum.
-        sums: list[Any] = [None] * len(gradients)
+        sums: list = [None] * len(gradients)
         for position, (gradient, variable) in enumerate(zip(gradients, variables)):
             if gradient is not None:
                 sums[position] = self._sums[id(compat.inner_variable(variable))]
@@ -188,7 +186,7 @@ class LocalGradients:
 
         return tf.cond(self._count.assign_add(1) % self.passes == 0, last_pass, other_pass)
 
-    def _make_sums(self, optimizer: Any, variables: Sequence[Any]) -> None:
+    def _make_sums(self, optimizer: Any, variables: Sequence) -> None:
         """Make the variables in which this rank adds up gradients, which checkpoints keep."""
         new = []
         for variable in map(compat.inner_variable, variables):

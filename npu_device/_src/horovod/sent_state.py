@@ -18,7 +18,7 @@ from npu_device._src.world.world import value_of
 
 
 @operation
-def broadcast_variables(variables: Iterable[Any], root_rank: int) -> Any:
+def broadcast_variables(variables: Iterable, root_rank: int) -> Any:
     """Return the operation that overwrites variables with those of the root; eagerly, do it and return None."""
     variables = list(variables)
     if not variables:
@@ -27,7 +27,7 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int) -> Any:
 
 
 @operation
-def broadcast_(variables: Iterable[Any], root_rank: int) -> list[tf.Tensor]:
+def broadcast_(variables: Iterable, root_rank: int) -> list[tf.Tensor]:
     """Return the values of variables, which are overwritten with those of the root."""
     variables = list(variables)
     with after(broadcast_variables(variables, root_rank)):
@@ -66,7 +66,7 @@ def broadcast_object_fn(root_rank: int = 0, **arguments: Any) -> Callable[[Any],
 
 
 @operation
-def allgather_object(obj: Any) -> list[Any]:
+def allgather_object(obj: Any) -> list:
     """Return the Python objects of all ranks, by rank, also while a graph is built."""
     with compat.eager_mode():
         return ranks.gather_object(obj)

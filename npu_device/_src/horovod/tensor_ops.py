@@ -101,13 +101,13 @@ def allreduce(tensor: Any, average: bool | None = None, **arguments: Any) -> Any
 
 @operation
 def grouped_allreduce(
-    tensors: Sequence[Any],
+    tensors: Sequence,
     average: bool | None = None,
     *,
     op: int | None = None,
     compression: Any = None,
     **factors: Any,
-) -> list[Any]:
+) -> list:
     """Return tensors that were reduced together. The rows of ``tf.IndexedSlices`` are gathered."""
     reduction = reduction_of_op(op, average)
     world = current_world()
@@ -118,7 +118,7 @@ def grouped_allreduce(
         # The compressor has nothing left to do: values are rounded when they are sent, and the sum isn't.
         compression = None
 
-    def reduced(sent: list[Any]) -> list[Any]:
+    def reduced(sent: list) -> list:
         if world is None or not sent:
             return sent
         # A single tensor isn't cut by a split strategy, which is made for a model's gradients.
@@ -131,13 +131,13 @@ def grouped_allreduce(
 
 
 def _exchanged(
-    tensors: Sequence[Any],
+    tensors: Sequence,
     reduction: str,
-    exchange: Callable[[list[Any]], list[Any]],
+    exchange: Callable[[list], list],
     compression: Any = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-) -> list[Any]:
+) -> list:
     """Return what an exchange makes of tensors, which are scaled, and compressed unless sparse, in their dtypes."""
     compressor = compression or Compression.none
     sent = list(tensors)
@@ -300,8 +300,8 @@ def _with_rows(operation: str, tensor: Any) -> tf.Tensor:
     return tensor
 
 
-def _grouped(call: Any) -> Callable[..., list[Any]]:
-    def grouped(tensors: Sequence[Any], *rest: Any, **arguments: Any) -> list[Any]:
+def _grouped(call: Any) -> Callable[..., list]:
+    def grouped(tensors: Sequence, *rest: Any, **arguments: Any) -> list:
         """Return the result of the call without ``grouped_`` for each tensor."""
         return [call(tensor, *rest, **arguments) for tensor in tensors]
 

@@ -116,9 +116,7 @@ def _read_servers(table: Fields) -> list[TableDevice]:
     return devices
 
 
-def _read_groups(
-    table: Fields,
-) -> list[TableDevice]:
+def _read_groups(table: Fields) -> list[TableDevice]:
     groups = table.objects("group_list")
     table.counts("group_count", len(groups), "entries of group_list")
     # All groups together make up the world, in file order.

@@ -211,8 +211,8 @@ def lars_v2(
 
 
 def lars(
-    inputs_w: Sequence[Any],
-    inputs_g: Sequence[Any],
+    inputs_w: Sequence,
+    inputs_g: Sequence,
     weight_decay: Any,
     hyperpara: float = 0.001,
     epsilon: float = 0.00001,

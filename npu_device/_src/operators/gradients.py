@@ -20,9 +20,7 @@ from npu_device._src.operators.recurrent import (
 )
 
 
-def _differentiated(
-    operator: Callable[..., Any], sources: Sequence[Any], *incoming: Any
-) -> list[tf.Tensor]:
+def _differentiated(operator: Callable, sources: Sequence, *incoming: Any) -> list[tf.Tensor]:
     """Return the gradients with respect to all arguments of an operator, from those of its results."""
     # Copies, since one tensor may be given as several arguments, each with a gradient of its own.
     copies = [tf.identity(source) for source in sources]

@@ -104,7 +104,7 @@ _UNKNOWN = (None,) * 5
 
 
 def lstm_step(
-    inputs: tf.Tensor, c: tf.Tensor, forget_bias: float, outcomes: Sequence[Any] = _UNKNOWN
+    inputs: tf.Tensor, c: tf.Tensor, forget_bias: float, outcomes: Sequence = _UNKNOWN
 ) -> Tensors:
     """Return the results of ``basic_lstm_cell`` from the inputs of its gates."""
     i_input, j_input, f_input, o_input = tf.split(inputs, 4, axis=1)
@@ -281,7 +281,7 @@ def dynamic_augru(
 
 
 def gru_over_time(
-    weights: Sequence[Any], x: Any, init_h: Any, weight_att: Any, seq_length: Any, *outcomes: Any
+    weights: Sequence, x: Any, init_h: Any, weight_att: Any, seq_length: Any, *outcomes: Any
 ) -> Tensors:
     """Return the results of ``dynamic_augru``; the weights are those of the input, those of the state, and biases."""
     weight_input, weight_hidden, bias_input, bias_hidden = weights

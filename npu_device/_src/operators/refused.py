@@ -8,7 +8,7 @@ from typing import Any, NoReturn, TypeVar
 
 from npu_device._src.collectives.group import WORLD_GROUP
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
+_Function = TypeVar("_Function", bound=Callable)
 
 
 def _refused(because: str) -> Callable[[_Function], _Function]:

@@ -19,7 +19,7 @@ class Rule:
     effect: str  # what it does here, for the documentation page
     # Value if nothing was assigned; None means unset, and then any type may be assigned.
     default: Any = None
-    allowed: tuple[Any, ...] = ()  # the values that may be assigned; empty means any
+    allowed: tuple = ()  # the values that may be assigned; empty means any
     between: tuple[int, int] | None = None  # smallest and largest number that may be assigned
     # A bool may be assigned too and becomes the text ``"true"`` or ``"false"``.
     bool_words: bool = False

@@ -39,7 +39,7 @@ class Call(NamedTuple):
     places: list[Place]
 
 
-def sent(function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Call, Offer]:
+def sent(function: Callable, arguments: tuple) -> tuple[Call, Offer]:
     """Return a call for ranks, and its memory, which they can map until it is withdrawn.
 
     Raises:
@@ -128,7 +128,7 @@ class _Unpickler(pickle.Unpickler):
         return self._arrays[number]
 
 
-def _culprit(function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[str, str]:
+def _culprit(function: Callable, arguments: tuple) -> tuple[str, str]:
     """Return the name of the variable that can't be sent, and the name of its class."""
     used = [(f"argument {number}", one) for number, one in enumerate(arguments, 1)]
     found = next((pair for pair in used if not _can_be_sent(pair[1])), None)

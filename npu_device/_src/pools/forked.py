@@ -18,7 +18,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from npu_device._src.cluster.time_limits import SWEEP_SECONDS
 from npu_device._src.membership.rank_environment import horovod_environment, table_environment
@@ -155,7 +154,7 @@ def start_ranks(
     return processes
 
 
-def end_all(processes: Sequence[Any], seconds: float) -> list[int]:
+def end_all(processes: Sequence, seconds: float) -> list[int]:
     """Wait for processes, and kill those that run longer; return which."""
     deadline = time.monotonic() + seconds
     late = []

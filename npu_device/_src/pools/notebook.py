@@ -21,7 +21,7 @@ from npu_device._src.pools.forked import ForkedProcess
 from npu_device._src.pools.pool import Pool
 
 
-def run(function: Callable[..., Any], *arguments: Any, ranks: int = 2) -> list[Any]:
+def run(function: Callable, *arguments: Any, ranks: int = 2) -> list:
     """Call ``function(*arguments)`` on new processes, the ranks of a job; return the results in order of rank.
 
     Args:
@@ -46,8 +46,8 @@ def run(function: Callable[..., Any], *arguments: Any, ranks: int = 2) -> list[A
 
 
 def call_on_ranks(
-    kind: type[NotebookPool], function: Callable[..., Any], arguments: Sequence[Any], ranks: int
-) -> list[Any]:
+    kind: type[NotebookPool], function: Callable, arguments: Sequence, ranks: int
+) -> list:
     """Do as ``run``, on ranks of a kind."""
     if not callable(function):
         raise TypeError(f"npu.run takes a function first, not a {type(function).__name__}")

@@ -64,7 +64,7 @@ class Pool:
             common["TF_USE_LEGACY_KERAS"] = str(int(keras == "2"))
         self._pids: list[int] = []
         self._connections: list[Connection] = []
-        self._processes: list[Any] = []
+        self._processes: list = []
         try:
             _require_memory(size)
             with (
@@ -85,7 +85,7 @@ class Pool:
         """Return the variables that the ranks have of this process."""
         return clean_environment()
 
-    def _start(self, arguments: list[str], environment: dict[str, str]) -> list[Any]:
+    def _start(self, arguments: list[str], environment: dict[str, str]) -> list:
         directory = Path(self._directory.name)
         horovod = self.has_horovod_variables
         return [*start_ranks(directory, self.size, arguments, environment, horovod)]
@@ -116,10 +116,10 @@ class Pool:
         return bool(self._processes) and all(process.poll() is None for process in self._processes)
 
     @property
-    def processes(self) -> list[Any]:
+    def processes(self) -> list:
         return list(self._processes)
 
-    def run(self, function: Callable[..., Any], *arguments: Any, timeout: float = 300) -> list[Any]:
+    def run(self, function: Callable, *arguments: Any, timeout: float = 300) -> list:
         """Call ``function(*arguments)`` on every rank; return the results by rank, or raise RankError."""
         answers = self.ask(function, arguments, timeout)
         errors = {rank: answer.value for rank, answer in answers.items() if not answer.succeeded}
@@ -128,9 +128,7 @@ class Pool:
             raise RankError("\n\n".join([*texts, self.tails()]), errors)
         return [answers[rank].value for rank in range(self.size)]
 
-    def ask(
-        self, function: Callable[..., Any], arguments: tuple[Any, ...], limit: float
-    ) -> dict[int, Answer]:
+    def ask(self, function: Callable, arguments: tuple, limit: float) -> dict[int, Answer]:
         """Call a function on every rank; the answers in the order in which they came.
 
         A rank that has failed alone leaves the job, so that those which wait for it fail, too. If one doesn't go on
@@ -298,7 +296,7 @@ class _Packing(pickle.Pickler):
         return NotImplemented
 
 
-def packed(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
+def packed(function: Callable, arguments: tuple) -> bytes:
     """Return a call as it is sent; raise TypeError if it can't be."""
     stream = io.BytesIO()
     try:

@@ -7,7 +7,6 @@ import shutil
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 _ABOUT = """Port a script of ordinary TensorFlow, so that it runs on many ranks: print a unified diff, and a report to
 stderr. What isn't sure isn't touched. Exit code 0: ported, or nothing to do; 1: questions are open, or a file was
@@ -101,7 +100,7 @@ def _problem(options: argparse.Namespace) -> str:
     return ""
 
 
-def _port_all(options: argparse.Namespace) -> list[Any]:
+def _port_all(options: argparse.Namespace) -> list:
     from npu_device._src.port.port_report import PortedFile, diff
     from npu_device._src.port.porting import Refused, Source, entries, port_text, scripts
 

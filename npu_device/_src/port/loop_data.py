@@ -13,7 +13,7 @@ from npu_device._src.port.rules import WORDS_BY_TOPIC
 SHARE = "[npu.distribute.rank() :: npu.distribute.size()]"
 
 
-def divide(port: Port, steps: list[Any]) -> None:
+def divide(port: Port, steps: list) -> None:
     """Let each rank read its share of the dataset, or take its share of the arrays, that lead to the steps."""
     training = [loop for loop in port.of(cst.For) if port.runs(loop.body, steps)]
     sources = [loop.iter for loop in training]
@@ -62,7 +62,7 @@ def _batch(port: Port, node: Any, depth: int = 0) -> Any:
     return None
 
 
-def _shard(port: Port, batch: Any, training: list[Any]) -> None:
+def _shard(port: Port, batch: Any, training: list) -> None:
     """Divide a dataset after its last shuffle in the statement, else before its first repeat or batch, and batch the
     share of the rank.
     """
@@ -89,7 +89,7 @@ def _shard(port: Port, batch: Any, training: list[Any]) -> None:
         _resize(port, size.value, training)
 
 
-def _resize(port: Port, size: str, training: list[Any]) -> None:
+def _resize(port: Port, size: str, training: list) -> None:
     """Give the batch size of the rank to what the functions of a loop draw or fill in the size of a batch."""
     for call in port.calls:
         if method(call) not in WORDS_BY_TOPIC["draws"] + WORDS_BY_TOPIC["fills"]:

@@ -10,7 +10,7 @@ import libcst as cst
 DEFINITIONS = (cst.FunctionDef, cst.ClassDef)
 
 
-def walk(node: Any, into_definitions: bool = True) -> Iterator[Any]:
+def walk(node: Any, into_definitions: bool = True) -> Iterator:
     """Yield a node and all below it; without ``into_definitions``, not what functions and classes hold."""
     yield node
     for child in node.children:

@@ -49,7 +49,7 @@ class Port(Script):
         super().__init__(code)
         self.findings: list[Finding] = []
         self.imports: list[str] = []
-        self.opened_after: list[Any] = []
+        self.opened_after: list = []
         self.replicated: set[tuple[str, Any]] = set()
         # Lines to insert, by statement and whether they follow it.
         self._inserted: dict[tuple[Any, bool], dict[str, None]] = {}
@@ -128,7 +128,7 @@ class _Changer(cst.CSTTransformer):
             return cst.parse_statement(code).body[0]
         return cst.parse_expression(code)
 
-    def _block(self, statements: Any) -> Iterator[Any]:
+    def _block(self, statements: Any) -> Iterator:
         """Yield the statements of a block with the lines that belong before and after them, and guards around them."""
         for guard, group in itertools.groupby(statements, lambda pair: self._guards.get(pair[0])):
             pairs = list(group)
@@ -138,7 +138,7 @@ class _Changer(cst.CSTTransformer):
             else:
                 yield from _guarded(guard, [statement for _, statement in pairs])
 
-    def _with_lines(self, original: Any, statement: Any) -> Iterator[Any]:
+    def _with_lines(self, original: Any, statement: Any) -> Iterator:
         lines = _parsed(self._inserted.get((original, False), ()))
         if lines:
             # Blank lines go above the new lines; comments stay with the statement.
@@ -153,7 +153,7 @@ class _Changer(cst.CSTTransformer):
         yield from _parsed(self._inserted.get((original, True), ()))
 
 
-def _guarded(guard: Guard, statements: list[Any]) -> Iterator[Any]:
+def _guarded(guard: Guard, statements: list) -> Iterator:
     """Yield statements below the head of a guard, and a barrier if the other ranks wait."""
     leading, *following = statements
     body = [leading.with_changes(leading_lines=())]
@@ -169,5 +169,5 @@ def _guarded(guard: Guard, statements: list[Any]) -> Iterator[Any]:
         yield cst.parse_statement("npu.distribute.barrier()")
 
 
-def _parsed(lines: Any) -> list[Any]:
+def _parsed(lines: Any) -> list:
     return [cst.parse_statement(line) for line in lines]

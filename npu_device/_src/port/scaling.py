@@ -84,7 +84,7 @@ class _Reader:
             return Scale.SHARED
         return scale
 
-    def _of_all(self, origins: Iterable[Any], depth: int) -> Scale:
+    def _of_all(self, origins: Iterable, depth: int) -> Scale:
         """Return the scale of several values that one expression may have; UNKNOWN if they differ."""
         scales = {self.scale(origin, depth + 1) for origin in origins}
         if len(scales) != 1:

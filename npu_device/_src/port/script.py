@@ -133,7 +133,7 @@ class Script:
 
     # Nodes and their places
 
-    def of(self, node_type: Any) -> list[Any]:
+    def of(self, node_type: Any) -> list:
         return [node for node in self._nodes if isinstance(node, node_type)]
 
     def text(self, node: Any) -> str:
@@ -144,7 +144,7 @@ class Script:
     def line(self, node: Any) -> int:
         return int(self._positions[node].start.line)
 
-    def around(self, node: Any) -> Iterator[Any]:
+    def around(self, node: Any) -> Iterator:
         """Yield the nodes around a node, from the inside."""
         while (node := self._parents.get(node)) is not None:
             yield node
@@ -152,7 +152,7 @@ class Script:
     def scope(self, node: Any) -> Any:
         return next(self._scopes(node))
 
-    def _scopes(self, node: Any) -> Iterator[Any]:
+    def _scopes(self, node: Any) -> Iterator:
         return (outer for outer in self.around(node) if isinstance(outer, _SCOPES))
 
     def statement(self, node: Any) -> Any:
@@ -239,7 +239,7 @@ class Script:
                 return candidates[-1]
         return None
 
-    def origins(self, node: Any) -> list[Any]:
+    def origins(self, node: Any) -> list:
         """Return where a value comes from, one step back: an assignment, arguments, or results of a function."""
         if isinstance(node, cst.Call):
             return self._returned(node)
@@ -267,7 +267,7 @@ class Script:
             origin.elements[position].value for origin in tuples if position < len(origin.elements)
         ]
 
-    def _returned(self, call: Any) -> list[Any]:
+    def _returned(self, call: Any) -> list:
         """Return what the functions of the script that a call runs return."""
         returns = []
         for function in self.callees(call):
@@ -277,7 +277,7 @@ class Script:
                     returns.append(node.value)
         return returns
 
-    def _arguments(self, name: str, function: Any) -> list[Any]:
+    def _arguments(self, name: str, function: Any) -> list:
         """Return what the calls of a function in the script pass for a parameter."""
         index = parameters(function).index(name)
         is_method = isinstance(self.scope(function), cst.ClassDef)
@@ -290,7 +290,7 @@ class Script:
         # A call that leaves a default passes nothing.
         return [passed for passed in arguments if passed is not None]
 
-    def takers(self, name: str, node: Any) -> list[Any]:
+    def takers(self, name: str, node: Any) -> list:
         """Return the functions around a node that have a parameter of this name, from the inside."""
         functions = [outer for outer in self.around(node) if isinstance(outer, cst.FunctionDef)]
         return [function for function in functions if name in parameters(function)]
@@ -307,7 +307,7 @@ class Script:
 
     # Functions and classes of the script
 
-    def callees(self, call: Any) -> list[Any]:
+    def callees(self, call: Any) -> list:
         """Return the functions of the script that a call runs, or passes on to be run."""
         functions = self.functions(call.func, call)
         if functions:
@@ -315,7 +315,7 @@ class Script:
         # strategy.run(step), threading.Thread(target=step)
         return [function for arg in call.args for function in self.functions(arg.value, call)]
 
-    def runs(self, node: Any, targets: Container[Any], visited: set[Any] | None = None) -> bool:
+    def runs(self, node: Any, targets: Container[Any], visited: set | None = None) -> bool:
         """Return True if a node contains one of the targets, or a function that it may call does."""
         if visited is None:
             visited = set()
@@ -341,7 +341,7 @@ class Script:
         names = [dotted(base) for base in bases if dotted(base) != owner.name.value]
         return any(self.inherits(self.classes.get(name), endings) for name in names)
 
-    def functions(self, node: Any, call: Any) -> list[Any]:
+    def functions(self, node: Any, call: Any) -> list:
         """Return the functions of the script that a name may mean in a call."""
         name = last_word(dotted(node))
         if not name or self.name(node):

@@ -69,7 +69,7 @@ def _ask_about_what_is_gone(port: Port) -> None:
         port.report(OPEN, "gone from TensorFlow", gone[0])
 
 
-def _import_version_1(port: Port, opened: list[Any], is_v1: bool) -> None:
+def _import_version_1(port: Port, opened: list, is_v1: bool) -> None:
     """Import ``tensorflow.compat.v1`` in a script for TensorFlow 1, if that is asked for; else ask."""
     plain = [
         node

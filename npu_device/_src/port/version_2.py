@@ -283,7 +283,7 @@ def _broadcast(port: Port, call: Any) -> None:
         isinstance(variables, cst.Attribute)
         and variables.attr.value in WORDS_BY_TOPIC["variables of a model"]
     )
-    names: list[Any] = []
+    names: list = []
     # The variables may be those of a model: model.trainable_variables
     if is_of_model:
         names = [variables.value]
@@ -314,7 +314,7 @@ def _applied_variables(port: Port, call: Any) -> Any:
     return variables
 
 
-def _first_statement_leading_to(port: Port, names: list[Any], call: Any) -> Any:
+def _first_statement_leading_to(port: Port, names: list, call: Any) -> Any:
     """Return the statement after the assignments of all names that leads to a call; None if there isn't one."""
     assignments = [assignment for assignment in map(port.assigned, names) if assignment is not None]
     # With assignments in several scopes, no line is known that all of them reach.

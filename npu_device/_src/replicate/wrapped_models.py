@@ -41,7 +41,7 @@ class Models:
     def __init__(self, seed: int | None) -> None:
         self._seed = seed
         # Keras's methods, by the Model class.
-        self._keras_methods: dict[type, dict[str, Callable[..., Any]]] = {}
+        self._keras_methods: dict[type, dict[str, Callable]] = {}
         self._methods: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
         # Models by their ids.
         self._models: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -94,7 +94,7 @@ class Models:
                 )
         atexit.register(self._end)
 
-    def _method(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _method(self, original: Callable) -> Callable:
         @functools.wraps(original)
         def method(model: Any, *args: Any, **kwargs: Any) -> Any:
             return self._replicated(model).get(
@@ -103,12 +103,12 @@ class Models:
 
         return method
 
-    def _new(self, original: Callable[..., Any], owner: type, *args: Any, **kwargs: Any) -> Any:
+    def _new(self, original: Callable, owner: type, *args: Any, **kwargs: Any) -> Any:
         model = original(owner, *args, **kwargs)
         self._models[id(model)] = model
         return model
 
-    def _by_hand(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _by_hand(self, original: Callable) -> Callable:
         """Return an optimizer method that refuses many steps outside of fit: of models, or before one is replicated."""
         import tensorflow as tf
 
@@ -148,7 +148,7 @@ class Models:
 
         return apply
 
-    def _count(self, name: str, steps: Any) -> list[Any]:
+    def _count(self, name: str, steps: Any) -> list:
         self._steps += int(steps)
         if self._steps >= _STEPS:
             raise RuntimeError(

@@ -18,12 +18,7 @@ from npu_device._src.report.analysis import (
     saved_by_dividing,
     sent_per_second,
 )
-from npu_device._src.speed.timed_process import (
-    Setup,
-    TimedProcess,
-    Times,
-    load_times,
-)
+from npu_device._src.speed.timed_process import Setup, TimedProcess, Times, load_times
 from npu_device._src.trace.records import read
 from npu_device._src.whole_files import write_whole
 from npu_device._src.wording import counted

@@ -19,13 +19,7 @@ from typing import Any
 import tensorflow as tf
 
 from npu_device._src import compat
-from npu_device._src.speed.timed_process import (
-    TRACED,
-    TimedProcess,
-    Times,
-    finish,
-    save_times,
-)
+from npu_device._src.speed.timed_process import TRACED, TimedProcess, Times, finish, save_times
 from npu_device._src.training.watching.schedule import FIRST_LOOKS
 from npu_device._src.verify.wrapping import ModelCalls, after, wrap
 

@@ -90,7 +90,7 @@ def equal_to_one_process(
     data: Any,
     ranks: Sequence[int] = (2, 3),
     *,
-    make_callbacks: Callable[[], Sequence[Any]] | None = None,
+    make_callbacks: Callable[[], Sequence] | None = None,
     batch_size: int = 12,
     epochs: int = 2,
     **options: Any,

@@ -81,7 +81,7 @@ class Armed:
         directory: which all ranks see, and later attempts; it knows what has happened.
     """
 
-    def __init__(self, func: Callable[..., Any], faults: Sequence[Fault], directory: Path) -> None:
+    def __init__(self, func: Callable, faults: Sequence[Fault], directory: Path) -> None:
         self.func = func
         self._faults = faults
         self._directory = directory

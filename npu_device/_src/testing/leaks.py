@@ -25,10 +25,7 @@ class Held:
     children: Descriptions
 
     def beyond(
-        self,
-        start: Held,
-        kept_descriptors: Container[int] = (),
-        kept_children: Container[int] = (),
+        self, start: Held, kept_descriptors: Container[int] = (), kept_children: Container[int] = ()
     ) -> list[str]:
         """Return descriptions of what was not held at the start, and is not kept on purpose."""
         return [

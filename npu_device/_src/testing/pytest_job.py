@@ -255,7 +255,7 @@ def _report(item: pytest.Item, when: Any, outcome: Any, text: str) -> pytest.Tes
     )
 
 
-def _warn(config: pytest.Config, packed_warnings: Sequence[Any]) -> None:
+def _warn(config: pytest.Config, packed_warnings: Sequence) -> None:
     for text, category, file, line, when, nodeid, location in packed_warnings:
         # The class of the warning may not exist in this process, but its name counts.
         warning = type(category, (UserWarning,), {})

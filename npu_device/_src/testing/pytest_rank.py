@@ -20,8 +20,8 @@ class _Rank:
         self.directory = Path()
         self.session: Any = None
         self._items: dict[str, pytest.Item] = {}
-        self._reports: list[Any] = []
-        self._warnings: list[Any] = []
+        self._reports: list = []
+        self._warnings: list = []
         self._announced: pytest.Item | None = None
 
     @pytest.hookimpl(tryfirst=True)

@@ -13,14 +13,14 @@ from npu_device._src.pools.answers import RankError
 from npu_device._src.pools.pool import Pool, packed
 from npu_device._src.testing.faults import Armed, Fault
 
-_PoolKey = tuple[Any, ...]
+_PoolKey = tuple
 _LIVE_RANKS = 6  # ranks that are alive at once, each of which takes some 500 MB
 
 _pools: dict[_PoolKey, Pool] = {}  # the last used one is the last
 
 
 def run(
-    function: Callable[..., Any],
+    function: Callable,
     *arguments: Any,
     ranks: int = 2,
     keras: int | None = None,
@@ -29,7 +29,7 @@ def run(
     faults: Sequence[Fault] = (),
     restarts: int = 0,
     limit: float = 300.0,
-) -> list[Any]:
+) -> list:
     """Call ``function(*arguments)`` on a number of real ranks; return what each returned, in order of rank.
 
     The ranks are processes of one job on this machine, on its CPU. They are started when first needed, and used again
@@ -76,8 +76,8 @@ def run(
 
 
 def _run_with_restarts(
-    key: _PoolKey, armed: Armed, arguments: tuple[Any, ...], restarts: int, limit: float
-) -> list[Any]:
+    key: _PoolKey, armed: Armed, arguments: tuple, restarts: int, limit: float
+) -> list:
     """Call a function on new ranks, again if it fails on one."""
     size, keras, environment, *_ = key
     attempt = 0

@@ -134,7 +134,7 @@ class SessionConfigBuilder:
         return self._config
 
 
-def decorator_tf_session(make_session: Callable[..., Any]) -> Callable[..., Any]:
+def decorator_tf_session(make_session: Callable) -> Callable:
     """Return a function or class that receives its argument ``config`` as ``npu_config_proto`` returns it.
 
     Args:

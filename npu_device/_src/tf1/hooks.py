@@ -107,7 +107,7 @@ def _warn_if_unreduced(job: Job) -> None:
         _log.warning(_UNREDUCED, named(list(trained)), job.cluster.world_size)
 
 
-def npu_hooks_append(hooks_list: Any = ()) -> list[Any]:
+def npu_hooks_append(hooks_list: Any = ()) -> list:
     """Return a list of hooks, to which ``NPUBroadcastGlobalVariablesHook(0)`` is added.
 
     Args:
@@ -144,7 +144,7 @@ class NPUOutputTensorHook(tf.compat.v1.train.SessionRunHook):
         self,
         tensors: Any,
         dependencies: Any = None,
-        output_fn: Callable[..., Any] | None = None,
+        output_fn: Callable | None = None,
         output_every_n_steps: int = 0,
     ) -> None:
         if not isinstance(tensors, dict):

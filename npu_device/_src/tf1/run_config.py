@@ -279,7 +279,7 @@ class NPUEstimator(_Estimator):
 
     def __init__(
         self,
-        model_fn: Callable[..., Any] | None = None,
+        model_fn: Callable | None = None,
         model_dir: str | None = None,
         config: NPURunConfig | None = None,
         params: dict[str, Any] | None = None,
@@ -300,7 +300,7 @@ class NPUEstimator(_Estimator):
         self.train = self._train_from_the_same_variables
 
     def _train_from_the_same_variables(
-        self, input_fn: Callable[..., Any], hooks: Sequence[Any] | None = None, **keywords: Any
+        self, input_fn: Callable, hooks: Sequence | None = None, **keywords: Any
     ) -> Any:
         hooks = list(hooks or ())
         if unless_child() is not None and not self.config.horovod_mode:

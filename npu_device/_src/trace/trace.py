@@ -60,7 +60,7 @@ class Tracer:
         self._thread = threading.Thread(target=self._take, name="npu_device-trace", daemon=True)
         self._lock = threading.Lock()  # functions may be traced in several threads
 
-    def hand_over(self, schema: PointSchema, points: Sequence[Any]) -> tf.Operation | None:
+    def hand_over(self, schema: PointSchema, points: Sequence) -> tf.Operation | None:
         """Record an iteration: now, or whenever the graph runs. In a session, return the operation for it."""
         if tf.executing_eagerly():
             self._file.add(schema, points)
@@ -188,7 +188,7 @@ def _ask(job: Job, number: int, timeout: float) -> tuple[float, float]:
 _INPUTS = ("Placeholder", "IteratorGetNext", "IteratorGetNextAsOptional", "OptionalGetValue")
 
 
-def when(sources: Iterable[Any]) -> Any:
+def when(sources: Iterable) -> Any:
     """Return the time when tensors or operations, of this graph or one around it, are done: a float eagerly, a scalar
     in a graph.
     """
@@ -212,7 +212,7 @@ def reduced(gradient: Any) -> Any:
     return end
 
 
-def forward_start(gradients: Sequence[Any], name: str) -> Any:
+def forward_start(gradients: Sequence, name: str) -> Any:
     """Return the time when all inputs of a step with these gradients are there, or those of the operation with this
     name; None in eager mode.
     """
@@ -228,7 +228,7 @@ def forward_start(gradients: Sequence[Any], name: str) -> Any:
     return _read(inputs, graph)
 
 
-def backward_end(gradients: Sequence[Any], name: str) -> Any:
+def backward_end(gradients: Sequence, name: str) -> Any:
     """Return the time when the operation with this name has ended; None without one, and in eager mode."""
     if tf.executing_eagerly():
         return None
@@ -282,13 +282,13 @@ def leading_to(targets: Sequence[tf.Operation]) -> Iterator[tf.Operation]:
 class TracedReduction:
     """The points of one iteration, while its gradients are reduced."""
 
-    def __init__(self, tracer: Tracer, schema: PointSchema, points: Sequence[Any]) -> None:
+    def __init__(self, tracer: Tracer, schema: PointSchema, points: Sequence) -> None:
         self._tracer = tracer
         self._schema = schema
         self._points = [*points]
         self._recording: tf.Operation | None = None  # the operation that records, in a session
 
-    def segment(self, gradients: Sequence[Any]) -> None:
+    def segment(self, gradients: Sequence) -> None:
         """Note that a segment has been reduced to these tensors; in the order of the segments."""
         self._points.append(reduced(gradients[0]))
 
@@ -304,7 +304,7 @@ class TracedReduction:
             points = [*points, end]
         self._recording = self._tracer.hand_over(schema, points)
 
-    def recorded_with(self, gradients: Sequence[Any]) -> list[Any]:
+    def recorded_with(self, gradients: Sequence) -> list:
         """Return the gradients, bound to the recording: a session that fetches any of them records the iteration."""
         if self._recording is None:
             return list(gradients)
@@ -375,7 +375,7 @@ def _operations(graph: tf.Graph | None) -> list[tf.Operation]:
 @contextlib.contextmanager
 def traced_reduction(
     tracer: Tracer,
-    gradients: Sequence[Any],
+    gradients: Sequence,
     segments: Sequence[Sequence[int]],
     job: Job,
     group: Group,
@@ -412,9 +412,7 @@ def traced_reduction(
         reduction.hand_over()
 
 
-def _all_segments(
-    gradients: Sequence[Any], segments: Sequence[Sequence[int]]
-) -> list[Sequence[int]]:
+def _all_segments(gradients: Sequence, segments: Sequence[Sequence[int]]) -> list[Sequence[int]]:
     """Return the positions of the gradients of each segment; gradients without one are segments of their own."""
     placed = {position for positions in segments for position in positions}
     known = [position for position, gradient in enumerate(gradients) if gradient is not None]

@@ -206,7 +206,7 @@ class Redirection:
 
         @functools.wraps(original)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            arguments: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+            arguments: dict = {**dict(enumerate(args)), **kwargs}
             key: Any = keyword
             if position < len(args):
                 key = position
@@ -272,11 +272,11 @@ def _writes(mode: str | int | None) -> bool:
 class _DirectoryListing(contextlib.ExitStack):
     """The files of a directory as ``os.scandir`` gives them."""
 
-    def __init__(self, files: Iterator[Any]) -> None:
+    def __init__(self, files: Iterator) -> None:
         super().__init__()
         self._files = files
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator:
         return self._files
 
     def __next__(self) -> Any:

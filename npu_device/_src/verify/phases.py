@@ -80,12 +80,7 @@ class Phases:
         return stack
 
     def fit(
-        self,
-        original: Callable[..., Any],
-        on_cut: Callable[[], None],
-        model: Any,
-        *args: Any,
-        **kwargs: Any,
+        self, original: Callable, on_cut: Callable[[], None], model: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """Call ``fit``, as a phase; call ``on_cut`` if it is ended within its first epoch."""
         self._fits.append(_Fit(model, self.note_place(), on_cut))

@@ -6,7 +6,6 @@ Projections are small, and show by which factor two tensors differ. They are the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -16,7 +15,7 @@ from npu_device._src.training.watching.digests import checksum
 _WIDTH = 1024  # most columns of the matrix as which a tensor is projected
 
 
-def projected(arrays: Sequence[Any]) -> np.ndarray:
+def projected(arrays: Sequence) -> np.ndarray:
     """Return the projections of each array; NaN for one that is NaN."""
     projections = [
         _projection(np.asarray(array, np.float64).ravel(), position)

@@ -61,8 +61,8 @@ class StepRecorder:
         self._phases = Phases(process, self._record, self._lock)
         self._calls: list[RecordedCall] = []  # calls since the last step that was made or traced
         self._optimizer_names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
-        self._models: list[Any] = []
-        self._states: dict[str, list[Any]] = {}  # untrained variables, by the optimizer's name
+        self._models: list = []
+        self._states: dict[str, list] = {}  # untrained variables, by the optimizer's name
         # The lines that shuffle without a seed, by the dataset.
         self._unseeded: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self._model_calls = ModelCalls()
@@ -153,7 +153,7 @@ class StepRecorder:
                 if call not in calls:
                     calls.append(call)
 
-    def _keep_before(self, tensors: Sequence[Any], keep: Callable[..., None]) -> Any:
+    def _keep_before(self, tensors: Sequence, keep: Callable[..., None]) -> Any:
         """Call a function with the arrays of tensors, now or when the graph runs; None stands for no gradient. Return
         the context of what is to happen after that.
         """
@@ -200,7 +200,7 @@ class StepRecorder:
         with after_record:
             return original(optimizer, gradients, *args, **kwargs)
 
-    def _note_random_operations(self, gradients: Sequence[Any]) -> None:
+    def _note_random_operations(self, gradients: Sequence) -> None:
         """Note the operations that draw random numbers for gradients of a graph."""
         if tf.executing_eagerly():
             return
@@ -409,7 +409,7 @@ class StepRecorder:
             self._note(topics.RANDOM, detail=f"tf.random.{name}")
         return original(*args, **kwargs)
 
-    def _noting(self, topic: str) -> Callable[..., Any]:
+    def _noting(self, topic: str) -> Callable:
         """Return a hook that notes a call on a topic."""
         return functools.partial(self._noted, topic)
 
@@ -423,7 +423,7 @@ class StepRecorder:
         return original(values, *args, **kwargs)
 
 
-def _states(models: Sequence[Any], trained: Sequence[Any]) -> list[Any]:
+def _states(models: Sequence, trained: Sequence) -> list:
     """Return the variables of models that steps can change, but that no optimizer trains."""
     trained_ids = {id(variable) for variable in trained}
     variables = []
@@ -438,7 +438,7 @@ def _states(models: Sequence[Any], trained: Sequence[Any]) -> list[Any]:
     return states
 
 
-def _tensors(inputs: Any) -> Iterator[Any]:
+def _tensors(inputs: Any) -> Iterator:
     """Yield the inputs of a model that are tensors or arrays, as dense tensors."""
     for leaf in tf.nest.flatten(inputs):
         if isinstance(leaf, tf.RaggedTensor):

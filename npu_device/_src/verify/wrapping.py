@@ -11,13 +11,13 @@ from npu_device._src import compat
 from npu_device._src.world.current_step import current_step
 
 
-def wrap(*hooks: tuple[Any, str, Callable[..., Any]]) -> None:
+def wrap(*hooks: tuple[Any, str, Callable]) -> None:
     """Let hooks be called instead of attributes of modules and classes, with these as their first argument."""
     for owner, name, hook in hooks:
         setattr(owner, name, _wrapped(getattr(owner, name), hook))
 
 
-def _wrapped(original: Callable[..., Any], hook: Callable[..., Any]) -> Callable[..., Any]:
+def _wrapped(original: Callable, hook: Callable) -> Callable:
     @functools.wraps(original)
     @compat.do_not_convert
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -26,15 +26,15 @@ def _wrapped(original: Callable[..., Any], hook: Callable[..., Any]) -> Callable
     return wrapped
 
 
-def fixing(**fixed: Any) -> Callable[..., Any]:
+def fixing(**fixed: Any) -> Callable:
     """Return a hook that fixes some arguments."""
     return lambda original, *args, **kwargs: original(*args, **{**kwargs, **fixed})
 
 
-def after(call: Callable[[Any], None]) -> Callable[..., Any]:
+def after(call: Callable[[Any], None]) -> Callable:
     """Return a hook that calls a method, and then a function with the object that has it."""
 
-    def hook(original: Callable[..., Any], owner: Any, *args: Any, **kwargs: Any) -> Any:
+    def hook(original: Callable, owner: Any, *args: Any, **kwargs: Any) -> Any:
         returned = original(owner, *args, **kwargs)
         call(owner)
         return returned

@@ -31,7 +31,7 @@ class Sums:
     # Whether a number is a sum, by its name; unknown ones are left out.
     numbers: dict[str, bool] = field(default_factory=dict)
     # The reducers of optimizers all of whose gradients are sums.
-    reducers: set[Any] = field(default_factory=set)
+    reducers: set = field(default_factory=set)
     are_all: bool = False  # the reducers are those of all optimizers of the step
 
 
@@ -41,14 +41,14 @@ class CurrentStep:
 
     share: Share
     is_custom: bool  # the script has written the step, not Keras
-    reduce: Callable[[Sequence[Any], ReductionOptions], list[Any]]
+    reduce: Callable[[Sequence, ReductionOptions], list]
     # Gathers; its gradient is the sum of all ranks' incoming gradients.
     gather: Callable[[tf.Tensor], tf.Tensor]
     sums: Sums
     is_dry_run: bool = False  # a step of the first-step check, in which no Python may run
     # The reducers of optimizers that have multiplied a loss by this rank's factor, so that its gradients needn't be.
-    with_weighted_loss: set[Any] = field(default_factory=set)
-    reduced: list[Any] = field(default_factory=list)  # results that the step has asked for itself
+    with_weighted_loss: set = field(default_factory=set)
+    reduced: list = field(default_factory=list)  # results that the step has asked for itself
     # Losses, and what metrics and logs are given, by name.
     numbers: dict[str, Any] = field(default_factory=dict)
     _counts_by_taker: Counter[str] = field(default_factory=Counter)
@@ -123,7 +123,7 @@ def running(step: CurrentStep | None) -> Iterator[None]:
         _running.step = outer_step
 
 
-def reduced_by_step(gradients: Iterable[Any]) -> bool:
+def reduced_by_step(gradients: Iterable) -> bool:
     """Return True if gradients depend on this rank's samples only through what the current step has reduced."""
     step = current_step()
     if step is None or not step.reduced:
@@ -138,7 +138,7 @@ def reduced_by_step(gradients: Iterable[Any]) -> bool:
     return all(_comes_from(tensor, reduced, samples) for tensor in tensors)
 
 
-def _tensors(structure: Any) -> list[Any]:
+def _tensors(structure: Any) -> list:
     leaves = tf.nest.flatten(structure, expand_composites=True)
     return [leaf for leaf in leaves if leaf is not None]
 
@@ -162,7 +162,7 @@ def _comes_from(tensor: Any, reduced: set[int], samples: set[int]) -> bool:
         return id(tensor) in reduced
     has_reduced = False
 
-    def sources(node: Any) -> list[Any]:
+    def sources(node: Any) -> list:
         if id(node) in reduced:
             return []
         if node.dtype == tf.resource:

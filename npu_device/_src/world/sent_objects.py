@@ -57,7 +57,7 @@ def packed(value: Any, trusted: bool) -> bytes:
     return _HEADER.pack(form, len(content)) + content
 
 
-def unpacked(data: bytes, ranks: Sequence[str], trusted: bool) -> list[Any]:
+def unpacked(data: bytes, ranks: Sequence[str], trusted: bool) -> list:
     """Return the objects in bytes that ``packed`` has made, one after the other, given the names of the ranks."""
     values = []
     position = 0

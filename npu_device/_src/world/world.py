@@ -29,12 +29,7 @@ class World:
     def sum_over_ranks(self, tensor: tf.Tensor) -> tf.Tensor:
         return all_reduce(self.job, tensor, "sum", self.group)
 
-    def reduce(
-        self,
-        tensors: Sequence[Any],
-        options: ReductionOptions,
-        owners: Owners = None,
-    ) -> list[Any]:
+    def reduce(self, tensors: Sequence, options: ReductionOptions, owners: Owners = None) -> list:
         """Return a list of tensors, ``None`` and ``tf.IndexedSlices`` reduced over the ranks; see ``reduce_list``."""
         return reduce_list(self.job, tensors, options, self.group, owners)
 
@@ -67,7 +62,7 @@ class World:
             return value
         return received
 
-    def objects(self, value: Any, purpose: str) -> list[Any]:
+    def objects(self, value: Any, purpose: str) -> list:
         """Return the Python objects of all ranks; ``purpose`` is for the error if they exchange unrelated ones."""
         trusted = self.job.cluster.trusted
         array = np.frombuffer(packed(value, trusted), np.uint8)

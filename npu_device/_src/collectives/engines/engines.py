@@ -145,11 +145,7 @@ class TwoLevelEngine:
         return results + [spread(*waiting) for waiting in reduced]
 
     def broadcast_from_owners(
-        self,
-        tensors: TensorsOrSpecs,
-        owners: Sequence[int],
-        group: Group,
-        terms: Terms = AGREED,
+        self, tensors: TensorsOrSpecs, owners: Sequence[int], group: Group, terms: Terms = AGREED
     ) -> TensorList:
         """Send tensors from their owners to all ranks; see ``HostEngine``. Each host sends what its ranks own once."""
         host, between = self._levels(group)

@@ -89,12 +89,8 @@ def allgather(
 
 @compat.do_not_convert
 def broadcast(
-    tensor: Sequence[Any],
-    root_rank: int,
-    fusion: int = 2,
-    fusion_id: int = 0,
-    group: str = WORLD_GROUP,
-) -> list[Any]:
+    tensor: Sequence, root_rank: int, fusion: int = 2, fusion_id: int = 0, group: str = WORLD_GROUP
+) -> list:
     """Send the tensors of the root to every rank. Nothing is assigned (``npu.distribute.broadcast`` does that); but in
     a graph for a session variables are overwritten when the result is fetched, as on Ascend.
 
@@ -332,7 +328,7 @@ alltoallv = all_to_all_v
 alltoallvc = all_to_all_v_c
 
 
-def _generated(name: str, function: Callable[..., Any], **names: str) -> Callable[..., Any]:
+def _generated(name: str, function: Callable, **names: str) -> Callable:
     """Return an operator under the names of Ascend's generated one (``gen_npu_ops``), given by the names here."""
     signature = inspect.signature(function)
     parameters = []

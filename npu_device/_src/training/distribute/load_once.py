@@ -55,7 +55,7 @@ class _LoadCount:
         self.count = 0
 
 
-def load_once(function: Callable[..., Any], *arguments: Any) -> Any:
+def load_once(function: Callable, *arguments: Any) -> Any:
     """Call a function on one rank of each host; return its result on every rank, with the arrays in shared memory.
 
     Args:
@@ -87,7 +87,7 @@ def load_once(function: Callable[..., Any], *arguments: Any) -> Any:
     return load(world, function, *arguments)
 
 
-def load(world: World, function: Callable[..., Any], *arguments: Any, quiet: bool = False) -> Any:
+def load(world: World, function: Callable, *arguments: Any, quiet: bool = False) -> Any:
     """Load as ``load_once`` on several ranks; ``quiet`` without the line at the start."""
     calls = world.job.made(_LoadCount)
     calls.count += 1
@@ -123,7 +123,7 @@ class _LoadCall:
         # The result without its arrays, and where they lie; on the loading rank.
         self._loaded: tuple[Any, list[Place]]
 
-    def publish(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    def publish(self, function: Callable, arguments: tuple) -> None:
         """Run the function, and tell the others where its result is, or its error."""
         key = self._key_of(self.loading_rank)
         try:

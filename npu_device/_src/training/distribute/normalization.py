@@ -100,12 +100,7 @@ def exchange_of_step(step: CurrentStep, sum_over_ranks: Exchange) -> Exchange:
 
 
 def moments_of_all_ranks(
-    layer: Any,
-    own: Callable[..., Any],
-    group: str,
-    inputs: tf.Tensor,
-    *axes_or_mask: Any,
-    **named: Any,
+    layer: Any, own: Callable, group: str, inputs: tf.Tensor, *axes_or_mask: Any, **named: Any
 ) -> Any:
     """Return mean and variance over the ranks of a group; what ``own`` returns where there is only one process."""
     world = normalizing_world(group)
@@ -226,7 +221,7 @@ def _with_gradient(tensor: tf.Tensor, backward: Callable[[tf.Tensor], tf.Tensor]
     return differentiable([tf.identity(tensor)], lambda upstream: [backward(upstream)], [tensor])[0]
 
 
-def dense_tensors(values: Any) -> list[Any]:
+def dense_tensors(values: Any) -> list:
     """Return the tensors in values that a loop reduces; of sparse ones their rows."""
     tensors = [value for value in tf.nest.flatten(values) if hasattr(value, "shape")]
     return list(map(dense_of, tensors))

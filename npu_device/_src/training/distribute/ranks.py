@@ -126,7 +126,7 @@ def broadcast_object(value: Any, root_rank: int = 0) -> Any:
     return world.object_from_root(value, root_rank)
 
 
-def gather_object(value: Any) -> list[Any]:
+def gather_object(value: Any) -> list:
     """Return the Python objects of all ranks, in order, on every rank.
 
     Args:

@@ -98,11 +98,11 @@ def all_reduce(
 
 def reduce_by_hand(
     world: World,
-    values: list[Any],
-    tensors: list[Any],
+    values: list,
+    tensors: list,
     options: ReductionOptions,
     level: int = logging.WARNING,
-) -> list[Any]:
+) -> list:
     """Reduce what may be gradients: ``values`` of the script, as ``tensors``; before, compare the ranks' variables."""
     variables = make_equal_behind(world, tensors, level)
     reduced = reduce_compared(
@@ -114,7 +114,7 @@ def reduce_by_hand(
     return reduced
 
 
-def _reduce_weighted(step: CurrentStep, tensors: list[Any], options: ReductionOptions) -> list[Any]:
+def _reduce_weighted(step: CurrentStep, tensors: list, options: ReductionOptions) -> list:
     factor = step.sum_factor
     if options.reduction == "mean":
         # Integers become floating-point numbers before they are multiplied by a fraction.
@@ -137,11 +137,7 @@ def floating(values: tf.Tensor) -> tf.Tensor:
 
 
 def watch_reduction(
-    world: World,
-    values: list[Any],
-    own_tensors: list[Any],
-    reduced: list[Any],
-    options: ReductionOptions,
+    world: World, values: list, own_tensors: list, reduced: list, options: ReductionOptions
 ) -> Callable[[], Pair | None] | None:
     """Note a reduction by hand; return what finds one of the gradients before and after it, if ranks can compare it."""
     pair = None

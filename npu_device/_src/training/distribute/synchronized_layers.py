@@ -138,7 +138,7 @@ class SynchronizedLayers:
             self._creation = tf.variable_creator_scope(self._create)
             self._creation.__enter__()
 
-    def _create(self, next_creator: Callable[..., Any], **keywords: Any) -> Any:
+    def _create(self, next_creator: Callable, **keywords: Any) -> Any:
         """Look for the layer that makes a variable; the arguments are those of ``tf.variable_creator_scope``."""
         layer = compat.built_normalization()
         if layer is not None:
@@ -156,7 +156,7 @@ class SynchronizedLayers:
             self._deferred = weakref.WeakSet(filter(_is_built, compat.batch_normalizations()))
             self.install(self._deferred)
 
-    def install(self, layers: Iterable[Any]) -> None:
+    def install(self, layers: Iterable) -> None:
         """Have those layers normalize over the group that would use their own samples only."""
         for layer in layers:
             if normalizes_alone(layer):
@@ -259,7 +259,7 @@ def _is_built(layer: Any) -> bool:
     return bool(getattr(layer, "built", False))
 
 
-def _may_train(shapes: set[Any], layer: Any) -> bool:
+def _may_train(shapes: set, layer: Any) -> bool:
     """Return True if the gradients of a layer may be among tensors of these shapes."""
     if not _is_built(layer) or not layer.trainable:
         return False

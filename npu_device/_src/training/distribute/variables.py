@@ -112,7 +112,7 @@ def npu_broadcast_scope_wrapper(strategy: Any) -> Any:
     sent = False
 
     @contextlib.contextmanager
-    def scope() -> Iterator[Any]:
+    def scope() -> Iterator:
         nonlocal sent
         variables = []
 
@@ -154,7 +154,7 @@ VARIABLES_OF_ONE_RANK = "npu_device/variables_of_one_rank"
 
 @compat.do_not_convert
 def grouping_gradients_apply(
-    apply_func: Callable[..., Any], grads_and_vars: Any, *args: Any, **kwargs: Any
+    apply_func: Callable, grads_and_vars: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Apply the share of this rank in the gradients, then give every rank all variables.
 
@@ -208,7 +208,7 @@ def grouping_gradients_apply(
         return grouping_broadcast(variables)
 
 
-def _finite_if_all_are(own_pairs: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
+def _finite_if_all_are(own_pairs: Sequence, gradients: Sequence) -> list:
     """Return pairs in which one gradient isn't finite if that of another rank's share isn't: every rank decides alike
     whether it makes a step.
     """
@@ -247,7 +247,7 @@ def grouping_broadcast(variables: Any) -> Any:
     return assign_from_owners(world, variables, owners)
 
 
-def shares(variables: Sequence[Any], count: int) -> list[range]:
+def shares(variables: Sequence, count: int) -> list[range]:
     """Cut a list of variables into ``count`` runs of neighbours of about the same number of bytes, none empty."""
     if len(variables) < count:
         raise ValueError(
@@ -295,7 +295,7 @@ State = dict[str, tuple[str, int]]
 _OF_TABLES = ("lookup", "key_dtype", "value_dtype", "resource_handle")
 
 
-def require_same_state(world: World, layers: Sequence[Any], constants: bool = True) -> None:
+def require_same_state(world: World, layers: Sequence, constants: bool = True) -> None:
     """Compare what the same layers hold on all ranks; ``constants``: tensors also of those that don't adapt to data."""
     own_states = [(layer.name, state_of(layer, constants)) for layer in layers]
     answers = world.objects(own_states, "what layers hold outside variables")

@@ -52,7 +52,7 @@ class NPUBroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
         self._root_rank = root_rank
         self._began = False
         # Shapes of the optimizer state that was sent; None before the first step.
-        self._sent: list[Any] | None = None
+        self._sent: list | None = None
 
     def set_model(self, model: Any) -> None:
         """Take the model, before Keras traces its step."""
@@ -163,7 +163,7 @@ def broadcast_keras_model(model: Any, root_rank: int = 0) -> None:
         compat.session_backend().get_session().run(operation)
 
 
-def broadcast_helper(variables: Sequence[Any], root_rank: int = 0) -> None:
+def broadcast_helper(variables: Sequence, root_rank: int = 0) -> None:
     """Overwrite variables with those of the root (Ascend's name for ``npu.distribute.broadcast``; here ``root_rank``
     has an effect).
 
@@ -177,12 +177,12 @@ def broadcast_helper(variables: Sequence[Any], root_rank: int = 0) -> None:
     broadcast(list(variables), root_rank)
 
 
-def _shapes(model: Any) -> list[Any]:
+def _shapes(model: Any) -> list:
     state = training_state.optimizer_state(model)
     return [(tuple(variable.shape), tf.as_dtype(variable.dtype).name) for variable in state]
 
 
-def _compare(shapes: list[Any], flag: bool = False) -> tuple[bool, bool]:
+def _compare(shapes: list, flag: bool = False) -> tuple[bool, bool]:
     """Return whether all ranks have the same shapes, and whether the flag is set on any; every rank has to ask."""
     states = [(shapes, flag)]
     world = current_world()

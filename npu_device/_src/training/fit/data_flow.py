@@ -129,7 +129,7 @@ class DataFlow:
 class _Call:
     """An operation with functions inside: a branch, a loop, or the call of a function."""
 
-    def __init__(self, operation: tf.Operation, functions: dict[str, list[Any]]) -> None:
+    def __init__(self, operation: tf.Operation, functions: dict[str, list]) -> None:
         self._operation = operation
         self._flows = {name: list(map(DataFlow, graphs)) for name, graphs in functions.items()}
         self.is_function = "f" in functions

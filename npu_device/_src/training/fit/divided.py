@@ -274,7 +274,7 @@ class Pipeline(Divided):
 
 def pipeline(
     source: Any,
-    map: Callable[..., Any],
+    map: Callable,
     batch: int,
     *,
     seed: int | None = None,
@@ -360,7 +360,7 @@ def pipeline(
     return Pipeline(tagged.prefetch(tf.data.AUTOTUNE), are_full)
 
 
-def _on_samples(map: Callable[..., Any], has_seeds: bool) -> Callable[[Any], Any]:
+def _on_samples(map: Callable, has_seeds: bool) -> Callable[[Any], Any]:
     """Return a function that calls a map with the fields of a sample, and the seed of the sample if it has one."""
 
     def call(sample: Any) -> Any:

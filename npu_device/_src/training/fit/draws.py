@@ -74,10 +74,7 @@ class _Reasons:
     """Why ranks share the draws of a step."""
 
     def __init__(
-        self,
-        flow: DataFlow,
-        samples: Sequence[tf.Tensor],
-        weight_shapes: set[tuple[int, ...]],
+        self, flow: DataFlow, samples: Sequence[tf.Tensor], weight_shapes: set[tuple[int, ...]]
     ) -> None:
         self._flow = flow
         self._weight_shapes = weight_shapes

@@ -42,8 +42,8 @@ class StepResults:
     """What a step gives for a part of a batch."""
 
     # The gradients that reached the optimizers, weighted; a pair of values and indices for rows of a table.
-    gradients: list[Any]
-    losses: list[Any]  # losses that layers have added
+    gradients: list
+    losses: list  # losses that layers have added
     state: list[np.ndarray]  # values of the variables that the step has changed
     # By name, the losses, and the numbers that metrics and logs are given; see ``CurrentStep.is_sum``.
     numbers: dict[str, float]
@@ -54,20 +54,20 @@ class DryStep:
     """A train step, traced once, that runs on parts of a batch and leaves nothing behind."""
 
     def __init__(
-        self, context: StepContext, spec: Any, choose: Callable[[Any], list[Any]] | None = None
+        self, context: StepContext, spec: Any, choose: Callable[[Any], list] | None = None
     ) -> None:
         """Trace the step of a built model; ``choose`` returns tensors of the graph whose values are wanted, too."""
         self._context = context
         self._choose = choose
-        self.variables: list[Any] = []  # variables whose gradients the optimizers got
-        self.gradients: list[Any] = []  # gradients that the optimizers got
+        self.variables: list = []  # variables whose gradients the optimizers got
+        self.gradients: list = []  # gradients that the optimizers got
         # For each gradient, the reducer of its optimizer; None if it has none.
-        self.reducers: list[Any] = []
-        self.losses: list[Any] = []  # losses that layers have added
+        self.reducers: list = []
+        self.losses: list = []  # losses that layers have added
         self.numbers: dict[str, Any] = {}
-        self.chosen: list[Any] = []
+        self.chosen: list = []
         self.step: CurrentStep
-        self._weighted: list[Any] = []
+        self._weighted: list = []
         self._world: _VirtualRanks
         # Replaced methods are given back when the trace has ended, not when ``_begin`` returns.
         self._while_tracing = contextlib.ExitStack()
@@ -208,7 +208,7 @@ class DryStep:
                 return [step_results for step_results, _ in runs]
         raise NotChecked("what the ranks exchange in the step doesn't settle")
 
-    def _run(self, part: Part) -> tuple[StepResults, list[Any]]:
+    def _run(self, part: Part) -> tuple[StepResults, list]:
         state_before = [compat.value_of_handle(handle) for handle in self.handles]
         counts = map(tf.constant, (part.units, part.total, part.is_first))
         try:
@@ -265,7 +265,7 @@ def _differs_in_noise_only(layer: Any) -> bool:
     return is_from_keras and "training" in inspect.signature(type(layer).call).parameters
 
 
-def _call_as_in_inference(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _call_as_in_inference(original: Callable, *args: Any, **kwargs: Any) -> Any:
     bound = inspect.signature(original).bind(*args, **kwargs)
     bound.arguments["training"] = False
     return original(*bound.args, **bound.kwargs)
@@ -326,7 +326,7 @@ class _VirtualRanks:
 
         return differentiable([gathered], backward, [tensor])[0]
 
-    def reduce(self, tensors: Sequence[Any], options: ReductionOptions) -> list[Any]:
+    def reduce(self, tensors: Sequence, options: ReductionOptions) -> list:
         if options.reduction != "sum":
             raise NotChecked(f"the step reduces by {options.reduction!r} itself")
         return [
@@ -363,7 +363,7 @@ class _VirtualRanks:
         for exchange in self._exchanges:
             exchange.is_received.assign(False)
 
-    def deliver(self, sent: Sequence[Sequence[Any]]) -> bool:
+    def deliver(self, sent: Sequence[Sequence]) -> bool:
         """Give the exchanges what all parts have sent; return True if nothing has changed."""
         is_settled = True
         for position, exchange in enumerate(self._exchanges):

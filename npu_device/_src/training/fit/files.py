@@ -209,7 +209,7 @@ class Saves:
             # Short at first, for small files; long ones need no answer within milliseconds.
             seconds = min(2 * seconds, time_limits.LONGEST_SAVE_CHECK_SECONDS)
 
-    def _ask(self, rank: int, topic: str, body: list[Any], seconds: float) -> Any:
+    def _ask(self, rank: int, topic: str, body: list, seconds: float) -> Any:
         question = [*body, next(self._numbers)]
         return self._job.health.ask(topic, question, [rank], seconds).get(rank)
 
@@ -251,7 +251,7 @@ def _notice_other_saves(world: World, model: Any) -> None:
     """Warn, once, if this rank saves a model by functions of Keras or TensorFlow, which every rank does by itself."""
     is_warned = False
 
-    def noticing(method: Callable[..., Any], *formats: str) -> Callable[..., Any]:
+    def noticing(method: Callable, *formats: str) -> Callable:
         @functools.wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal is_warned
@@ -269,7 +269,7 @@ def _notice_other_saves(world: World, model: Any) -> None:
         object.__setattr__(model, name, noticing(getattr(model, name), *formats))
 
 
-def saving(world: World, method: Callable[..., Any]) -> Callable[..., Any]:
+def saving(world: World, method: Callable) -> Callable:
     """Return one of the methods of a model that write (``METHODS``) as one that every rank may call, or only rank 0."""
     if hasattr(method, _IS_REPLACED):
         return method

@@ -60,7 +60,7 @@ class Runs:
     def _all(self) -> list[StepResults]:
         return [self.whole, *self.repeats, *self.parts]
 
-    def _trial(self, arrays: Sequence[Any]) -> Trial:
+    def _trial(self, arrays: Sequence) -> Trial:
         """Return the trial of a quantity, given its values in all results."""
         end = 1 + len(self.repeats)
         return Trial(arrays[0], arrays[1:end], arrays[end:], self.weights)
@@ -242,7 +242,7 @@ def depends_on_order(change: Change, runs: Runs, reversed_run: StepResults) -> b
     return not np.allclose(state, other_state, rtol=_CLEARLY, atol=1e-6)
 
 
-def _dense(gradients: Sequence[Any]) -> list[np.ndarray]:
+def _dense(gradients: Sequence) -> list[np.ndarray]:
     """Return gradients of one variable as arrays of one shape; of tables only the rows that any of them has."""
     if not isinstance(gradients[0], (tuple, list)):
         return list(map(_wide, gradients))

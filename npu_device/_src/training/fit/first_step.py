@@ -330,7 +330,7 @@ def _variables(context: StepContext) -> tuple[dict[int, Any], set[int]]:
     return named, set(_by_handle(parts.statistics))
 
 
-def _by_handle(variables: Iterable[Any]) -> dict[int, Any]:
+def _by_handle(variables: Iterable) -> dict[int, Any]:
     return {id(compat.handle_of(variable)): variable for variable in variables}
 
 

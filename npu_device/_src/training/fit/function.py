@@ -39,7 +39,7 @@ class Function(StepContext):
         self.is_first_call = True
         self._state = state
         self._name = f"{mode}_function"
-        self._make_keras_function: Callable[..., Any] = getattr(self.model, f"make_{mode}_function")
+        self._make_keras_function: Callable = getattr(self.model, f"make_{mode}_function")
         self._keras_function: Callable[[Any], Any]
         self._is_built = False
         self._outcome_of_check = ""  # of the first-step check, in words; "" before it
@@ -149,7 +149,7 @@ class Function(StepContext):
             return sources.with_put_back(batches, pulled)
         return batches
 
-    def _rows_of_first(self, pulled: list[Any]) -> int | None:
+    def _rows_of_first(self, pulled: list) -> int | None:
         """Return the number of samples in the first batch; None of divided data, of which each rank knows its own."""
         if self.has_own_data:
             return None
@@ -157,7 +157,7 @@ class Function(StepContext):
             return 0
         return int(rows_of(pulled[0]))
 
-    def _compare_first_batches(self, pulled: list[Any], rows: int) -> None:
+    def _compare_first_batches(self, pulled: list, rows: int) -> None:
         """Compare the batches of all ranks; if they should be the same and aren't, rank 0 sends its own."""
         if not self.has_own_data:
             checksum = start.full_checksum(pulled)

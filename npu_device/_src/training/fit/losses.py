@@ -49,13 +49,7 @@ class Losses:
             replaced.replace(model, "compute_loss", _compute_with_masks)
 
     def _call(
-        self,
-        name: str,
-        loss: Any,
-        reduction: Any,
-        call: Callable[..., Any],
-        y_true: Any,
-        y_pred: Any,
+        self, name: str, loss: Any, reduction: Any, call: Callable, y_true: Any, y_pred: Any
     ) -> Any:
         """Return what Keras is to reduce: values of the samples, times what makes their sum that of the whole batch."""
         losses = call(y_true, y_pred)
@@ -85,7 +79,7 @@ class Losses:
         return losses
 
     def _add_loss(
-        self, name: str, add_loss: Callable[..., Any], losses: Any, *args: Any, **kwargs: Any
+        self, name: str, add_loss: Callable, losses: Any, *args: Any, **kwargs: Any
     ) -> Any:
         # Keras sums the values that a layer adds, so one value per sample makes a sum over samples.
         scaled = tf.nest.map_structure(partial(self._scaled_if_sum, name), losses)
@@ -152,7 +146,7 @@ class Losses:
         return self._world.sum_over_ranks(total * self._step.sum_factor)
 
 
-def _all_of(masks: list[Any]) -> tf.Tensor | None:
+def _all_of(masks: list) -> tf.Tensor | None:
     """Return where all masks that aren't None are true; None without any."""
     given_masks = [tf.cast(mask, tf.bool) for mask in masks if mask is not None]
     if given_masks:
@@ -160,7 +154,7 @@ def _all_of(masks: list[Any]) -> tf.Tensor | None:
     return None
 
 
-def _compute_with_masks(compute_loss: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _compute_with_masks(compute_loss: Callable, *args: Any, **kwargs: Any) -> Any:
     """Call Keras 3's ``compute_loss``, whose losses cast outputs of half precision.
 
     In an eager step, nothing leads from such an output to its mask, see ``_mask_of``.

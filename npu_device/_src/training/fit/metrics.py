@@ -69,9 +69,7 @@ class Metrics:
             replaced.replace(metric, "result", self._record)
             replaced.replace(metric, "reset_state", partial(_refuse_reset, metric.name))
 
-    def _update_of(
-        self, metric: Any, classes: Any, name: str, is_tracker: bool
-    ) -> Callable[..., Any] | None:
+    def _update_of(self, metric: Any, classes: Any, name: str, is_tracker: bool) -> Callable | None:
         """Return what stands in for ``update_state``; None where increments are simply summed."""
         if _needs_whole_batch(metric):
             return partial(self._update_with_all_ranks, name)
@@ -82,19 +80,19 @@ class Metrics:
             return partial(self._update_by_share, name, _terms_of_sum, is_tracker)
         return partial(self._update_by_share, name, _terms_of_mean, is_tracker)
 
-    def additive_variables(self) -> list[Any]:
+    def additive_variables(self) -> list:
         """Return the variables of metrics whose increments are summed over the ranks."""
         additive = [metric for metric in self._metrics if not _needs_whole_batch(metric)]
         variables = [variable for metric in additive for variable in metric.variables]
         # A metric may list a variable twice, but its increments count once.
         return list({id(variable): variable for variable in variables}.values())
 
-    def results_again(self, logs: Sequence[Any]) -> tuple[list[Any], list[int]]:
+    def results_again(self, logs: Sequence) -> tuple[list, list[int]]:
         """Return what of the logs is a metric's result, or a graph computes from some, with the results of all ranks.
 
         Other logs are None. The second list has the indices of those that can't be computed again.
         """
-        results: list[Any] = []
+        results: list = []
         lost = []
         for index, log in enumerate(logs):
             recorded = self._recorded(log)
@@ -146,7 +144,7 @@ class Metrics:
         name: str,
         terms: Callable[[_Update, tf.Tensor], tuple[Any, Any]],
         is_tracker: bool,
-        update_state: Callable[..., Any],
+        update_state: Callable,
         *args: Any,
         **kwargs: Any,
     ) -> Any:
@@ -172,7 +170,7 @@ class Metrics:
         return update_state(number, sample_weight=sample_weight)
 
     def _update_with_all_ranks(
-        self, name: str, update_state: Callable[..., Any], *args: Any, **kwargs: Any
+        self, name: str, update_state: Callable, *args: Any, **kwargs: Any
     ) -> Any:
         are_sums = numbers_given(self._step, name, args, kwargs)
         args, kwargs = tf.nest.map_structure(self._of_all_ranks, (args, kwargs), are_sums)
@@ -205,10 +203,10 @@ def numbers_given(step: CurrentStep, name: str, args: Any, kwargs: Any) -> Any:
     return tf.nest.map_structure(partial(step.is_sum, name), (args, kwargs))
 
 
-def note_numbers(step: CurrentStep, metrics: Sequence[Any], replaced: Replaced) -> None:
+def note_numbers(step: CurrentStep, metrics: Sequence, replaced: Replaced) -> None:
     """Have a step note the numbers that it gives to metrics, and nothing else."""
 
-    def note(name: str, update_state: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def note(name: str, update_state: Callable, *args: Any, **kwargs: Any) -> Any:
         numbers_given(step, name, args, kwargs)
         return update_state(*args, **kwargs)
 

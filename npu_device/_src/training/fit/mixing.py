@@ -21,7 +21,7 @@ _MOST_TENSORS = 3000
 _MOST_FETCHED_ELEMENTS = 4096  # most elements of a vector that is fetched
 
 
-def setters_of(handle: Any, graph: Any) -> list[Any]:
+def setters_of(handle: Any, graph: Any) -> list:
     """Return the operations of a graph that set a variable, by its handle outside."""
     captured = [inner for outer, inner in graph.captures if outer is handle]
     users = [user for inner in captured for user in inner.consumers()]
@@ -37,7 +37,7 @@ def _is_by_tape(operation: Any) -> bool:
     return bool(operation.name.startswith(_TAPE))
 
 
-def line_that_moves(variables: Sequence[Any], graph: Any) -> str | None:
+def line_that_moves(variables: Sequence, graph: Any) -> str | None:
     """Return the line at which a step sets a weight by gradients of its samples before it computes others, or None."""
     for variable in variables:
         for setter in setters_of(compat.handle_of(variable), graph):
@@ -46,7 +46,7 @@ def line_that_moves(variables: Sequence[Any], graph: Any) -> str | None:
     return None
 
 
-def line_that_clips(gradients: Sequence[Any], reduced: Sequence[Any]) -> str | None:
+def line_that_clips(gradients: Sequence, reduced: Sequence) -> str | None:
     """Return the line at which a step changes gradients that it hasn't reduced in a way that isn't linear, or None."""
     reduced_ids = {id(tensor) for tensor in tf.nest.flatten(reduced, expand_composites=True)}
     tensors = tf.nest.flatten(gradients, expand_composites=True)
@@ -68,7 +68,7 @@ def line_that_clips(gradients: Sequence[Any], reduced: Sequence[Any]) -> str | N
     return None
 
 
-def values_of_samples(graph: Any) -> list[Any]:
+def values_of_samples(graph: Any) -> list:
     """Return the tensors of a graph that may hold a value for each sample, and small ones that may be made of those, in
     the order in which they were created; without what is computed of gradients only to apply them.
     """
@@ -78,7 +78,7 @@ def values_of_samples(graph: Any) -> list[Any]:
     ]
     used = {tensor.op.name for tensor in compat.tensors_behind(inputs_of_tapes)}
     of_gradients: set[str] = set()
-    tensors: list[Any] = []
+    tensors: list = []
     for operation in operations:
         sources = {tensor.op.name for tensor in operation.inputs}
         if _is_by_tape(operation) or sources & of_gradients:
@@ -110,7 +110,7 @@ class Mixture:
 
 
 def where_samples_meet(
-    tensors: Sequence[Any],
+    tensors: Sequence,
     whole: Sequence[np.ndarray],
     parts: Sequence[Sequence[np.ndarray]],
     rows: Sequence[int],

@@ -13,17 +13,17 @@ from npu_device._src.training.watching import training_state
 class ModelParts:
     """Found before the first step."""
 
-    metrics: list[Any]  # metrics that have variables of their own
-    trackers: list[Any]  # the metrics to which Keras itself passes losses
-    losses: list[Any]  # losses that reduce: the compiled ones, and those that a step can reach
-    layers: list[Any]  # all layers, and the model itself
-    regularized: list[Any]  # layers whose activity regularizer is a sum over the samples
+    metrics: list  # metrics that have variables of their own
+    trackers: list  # the metrics to which Keras itself passes losses
+    losses: list  # losses that reduce: the compiled ones, and those that a step can reach
+    layers: list  # all layers, and the model itself
+    regularized: list  # layers whose activity regularizer is a sum over the samples
     # Floating-point variables that the step moves, but no optimizer, such as moving averages.
-    statistics: list[Any]
-    generators: list[Any]  # generators from which the step draws random numbers
+    statistics: list
+    generators: list  # generators from which the step draws random numbers
 
 
-def generators_of(model: Any) -> list[Any]:
+def generators_of(model: Any) -> list:
     """Return the generators that a model's step draws from: among its layers and attributes, and of the process."""
     candidates = [compat.random_generator_of_process(), compat.seed_generator_of_keras_3()]
     for layer in compat.all_layers(model):

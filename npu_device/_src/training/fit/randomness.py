@@ -27,7 +27,7 @@ _SHOWN = 4
 class RandomNumbers:
     """Lets a training step, eager or traced, draw the numbers of this rank from ``begin`` to ``end``."""
 
-    def __init__(self, world: World, generators: Sequence[Any], replaced: Replaced) -> None:
+    def __init__(self, world: World, generators: Sequence, replaced: Replaced) -> None:
         self._offset = world.rank * _SEED_DISTANCE
         self._generators = generators
         self._replaced = replaced
@@ -62,7 +62,7 @@ class RandomNumbers:
         if self._graph is not None:
             self._graph.seed = self._graph_seed
 
-    def share_common_draws(self, share: Any, model_weights: Sequence[Any]) -> list[Draw]:
+    def share_common_draws(self, share: Any, model_weights: Sequence) -> list[Draw]:
         """Give all ranks the same numbers where a traced step draws once for the whole batch; return its draws."""
         if self._graph is None:
             return self._eager_draws()

@@ -15,7 +15,7 @@ class Replaced:
     def __init__(self) -> None:
         self._originals: list[tuple[Any, str, Any]] = []
 
-    def replace(self, owner: Any, name: str, hook: Callable[..., Any]) -> None:
+    def replace(self, owner: Any, name: str, hook: Callable) -> None:
         """Replace a method of an object, and of no class, by ``hook(own method, *arguments)``."""
         method = compat.converted(owner, name)
         self.keep(owner, name)

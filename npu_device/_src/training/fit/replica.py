@@ -98,7 +98,7 @@ class Replica:
             )
         return methods
 
-    def _fit(self, own_fit: Callable[..., Any]) -> Callable[..., Any]:
+    def _fit(self, own_fit: Callable) -> Callable:
         def fit(*args: Any, **kwargs: Any) -> Any:
             arguments = self._arguments(self.train, own_fit, args, kwargs)
             shared_data.split(arguments)
@@ -140,9 +140,7 @@ class Replica:
 
         return fit
 
-    def _evaluate_or_predict(
-        self, function: Function, own_method: Callable[..., Any]
-    ) -> Callable[..., Any]:
+    def _evaluate_or_predict(self, function: Function, own_method: Callable) -> Callable:
         def call(*args: Any, **kwargs: Any) -> Any:
             # Keras calls it for the validation data of a ``fit``, which compares the batches
             # itself.
@@ -164,7 +162,7 @@ class Replica:
         return call
 
     def _arguments(
-        self, function: Function, own_method: Callable[..., Any], args: Any, kwargs: Any
+        self, function: Function, own_method: Callable, args: Any, kwargs: Any
     ) -> Arguments:
         arguments = Arguments(self.model, own_method, args, kwargs)
         function.source = arguments.get("x")
@@ -236,7 +234,7 @@ def replicate(model: Any, shard_optimizer: bool | None = None) -> Any:
 class Arguments:
     """What a call passes to a method of a model; what that doesn't name itself is as in Keras's method."""
 
-    def __init__(self, model: Any, method: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    def __init__(self, model: Any, method: Callable, args: Any, kwargs: Any) -> None:
         self._method = method
         self._args = list(args)
         self._kwargs = kwargs
@@ -368,7 +366,7 @@ def _class_of_calls(callback_class: Any) -> Any:
     return CallsAtEpochs
 
 
-def _listed(callbacks: Any) -> Sequence[Any]:
+def _listed(callbacks: Any) -> Sequence:
     """Return what a script passes as callbacks as a list: one of them, several, Keras's own list, or None."""
     callbacks = getattr(callbacks, "callbacks", callbacks)
     if callbacks is None:

@@ -41,7 +41,7 @@ def split(arguments: _Arguments) -> None:
     if not 0 < border < length or any(len(array) != length for array in arrays):
         return
 
-    def part(start: int, end: int) -> list[Any]:
+    def part(start: int, end: int) -> list:
         cut = lambda leaf: None if leaf is None else leaf[start:end]  # noqa: E731
         return [tf.nest.map_structure(cut, structure) for structure in data]
 

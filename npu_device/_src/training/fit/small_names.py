@@ -19,7 +19,7 @@ def forget_warning() -> None:
     _warned = False
 
 
-def npu_compat_function(func: Callable[..., Any] | None = None, **kwargs: Any) -> Any:
+def npu_compat_function(func: Callable | None = None, **kwargs: Any) -> Any:
     """Compile a function as ``tf.function`` does, without the flags that ask for XLA.
 
     Args:
@@ -50,7 +50,7 @@ def npu_compat_function(func: Callable[..., Any] | None = None, **kwargs: Any) -
     return tf.function(func, **kwargs)
 
 
-def npu_callbacks_append(callbacks_list: Any = ()) -> list[Any]:
+def npu_callbacks_append(callbacks_list: Any = ()) -> list:
     """Add ``NPUBroadcastGlobalVariablesCallback(0)`` to a list of Keras callbacks.
 
     Args:

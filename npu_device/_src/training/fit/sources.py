@@ -193,7 +193,7 @@ _OWN = (
 )
 
 
-def pull(batches: Any, count: int) -> list[Any]:
+def pull(batches: Any, count: int) -> list:
     """Return the next batches of an iterator, fewer at its end."""
     pulled = []
     for _ in range(count):
@@ -204,7 +204,7 @@ def pull(batches: Any, count: int) -> list[Any]:
     return pulled
 
 
-def with_put_back(batches: Any, pulled: list[Any]) -> Any:
+def with_put_back(batches: Any, pulled: list) -> Any:
     """Return an iterator of the same kind that begins with what was pulled, so that a function isn't traced again."""
     if not pulled:
         # Left to Keras, which handles the end of an iterator.

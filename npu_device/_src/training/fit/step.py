@@ -214,7 +214,7 @@ class Step:
             of_all_ranks[position] = number
         return tf.nest.pack_sequence_as(logs, of_all_ranks)
 
-    def _warn_of_computed_logs(self, logs: Any, leaves: Sequence[Any]) -> None:
+    def _warn_of_computed_logs(self, logs: Any, leaves: Sequence) -> None:
         """Warn that some leaves of the logs are those of this rank's samples."""
         names: list[str] = []
         if isinstance(logs, dict):
@@ -224,9 +224,7 @@ class Step:
             _COMPUTED_LOGS_WARNING, type(self._context.model).__name__, ", ".join(names) or "logs"
         )
 
-    def _numbers_of_all_ranks(
-        self, leaves: Sequence[Any], are_sums: Sequence[bool | None]
-    ) -> list[Any]:
+    def _numbers_of_all_ranks(self, leaves: Sequence, are_sums: Sequence[bool | None]) -> list:
         """Return scalars of the logs of all ranks: sums are summed, other numbers averaged by samples."""
         numbers = list(map(_float_as_tensor, leaves))
         # By position; sent together, since each contribution is a single number.
@@ -262,7 +260,7 @@ class Increments:
         self, variables: Sequence[tuple[Any, Any]], sum_over_ranks: Callable[[tf.Tensor], tf.Tensor]
     ) -> None:
         self._sum_over_ranks = sum_over_ranks
-        groups: dict[tuple[tf.DType, int], list[Any]] = {}
+        groups: dict[tuple[tf.DType, int], list] = {}
         factors = {id(factor): factor for _, factor in variables}
         for variable, factor in variables:
             groups.setdefault((tf.as_dtype(variable.dtype), id(factor)), []).append(variable)
@@ -292,7 +290,7 @@ class Increments:
         ]
 
 
-def _packed(variables: Sequence[Any]) -> tf.Tensor:
+def _packed(variables: Sequence) -> tf.Tensor:
     """Return the values of variables of one dtype, one after the other."""
     flat = [_reshaped(tf.convert_to_tensor(variable), [-1]) for variable in variables]
     return tf.concat(flat, axis=0)

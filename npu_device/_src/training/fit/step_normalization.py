@@ -14,7 +14,7 @@ from npu_device._src.world.world import World
 
 
 def synchronize_layers(
-    layers: Sequence[Any], step: CurrentStep, world: World, replaced: Replaced
+    layers: Sequence, step: CurrentStep, world: World, replaced: Replaced
 ) -> None:
     """Replace the part of synchronized layers that computes mean and variance, while one step of a model runs."""
     exchange = exchange_of_step(step, world.sum_over_ranks)
@@ -25,12 +25,7 @@ def synchronize_layers(
 
 
 def _moments(
-    exchange: Exchange,
-    sum_factor: Any,
-    layer: Any,
-    own: Callable[..., Any],
-    *args: Any,
-    **kwargs: Any,
+    exchange: Exchange, sum_factor: Any, layer: Any, own: Callable, *args: Any, **kwargs: Any
 ) -> Any:
     del own
     return moments(exchange, sum_factor, layer, *args, **kwargs)

@@ -201,7 +201,7 @@ def precision_of(model: Any) -> float:
 
 
 @contextlib.contextmanager
-def _moved(variables: Sequence[Any], precision: float) -> Iterator[None]:
+def _moved(variables: Sequence, precision: float) -> Iterator[None]:
     """Give variables values that differ by rounding from their own in the block."""
     # Moved once, although an optimizer may have been given a variable twice.
     moved = training_state.unique(variables)

@@ -25,11 +25,7 @@ from npu_device._src.gradients.reduction import Gradient, Owners, ReductionOptio
 from npu_device._src.training.optimizers.optimizer_wrapper import GradientReducer
 from npu_device._src.training.optimizers.reducing_methods import install
 from npu_device._src.training.watching.schedule import is_only_building
-from npu_device._src.training.watching.wrapped_optimizers import (
-    REDUCER,
-    carrier,
-    reducer_of,
-)
+from npu_device._src.training.watching.wrapped_optimizers import REDUCER, carrier, reducer_of
 from npu_device._src.world.current_step import CurrentStep, current_step, reduced_by_step
 from npu_device._src.world.world import World
 
@@ -41,7 +37,7 @@ class WeightedReducer(GradientReducer):
     gradients itself, between the loss and the optimizer: so its loss isn't multiplied.
     """
 
-    def begin(self, optimizer: Any, variables: Iterable[Any]) -> None:
+    def begin(self, optimizer: Any, variables: Iterable) -> None:
         """Make the ranks begin with the same variables, unless ``fit`` has done so."""
         if current_step() is None and not is_only_building():
             super().begin(optimizer, variables)
@@ -50,10 +46,7 @@ class WeightedReducer(GradientReducer):
         return current_step() is not None or super()._has_equal_start()
 
     def reduce(
-        self,
-        optimizer: Any,
-        gradients: Iterable[Gradient],
-        owners: Owners = None,
+        self, optimizer: Any, gradients: Iterable[Gradient], owners: Owners = None
     ) -> list[Gradient]:
         gradients = list(gradients)
         step = current_step()

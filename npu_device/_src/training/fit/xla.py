@@ -55,7 +55,7 @@ def compiles_call(model: Any) -> bool:
 def compile_call(model: Any, replaced: Replaced) -> None:
     """Have XLA compile the call of a model while a step is traced, and so the backward pass."""
 
-    def compiled(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def compiled(call: Callable, *args: Any, **kwargs: Any) -> Any:
         return tf.function(call, autograph=False, jit_compile=True)(*args, **kwargs)
 
     replaced.replace(model, "call", compiled)

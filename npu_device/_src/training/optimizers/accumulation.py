@@ -52,7 +52,7 @@ def note_accumulators(world: World, optimizer: Any) -> None:
 def accumulate(
     optimizer: Any,
     contributions: Sequence[Gradient],
-    variables: Sequence[Any],
+    variables: Sequence,
     reduce: _Reduce,
     gather_rows: _GatherRows,
     waits_for_update: dict[int, bool],
@@ -116,7 +116,7 @@ def is_update(optimizer: Any) -> tf.Tensor:
 
 
 def _accumulate_for_others(
-    optimizer: Any, gradients: Sequence[Gradient], variables: Sequence[Any]
+    optimizer: Any, gradients: Sequence[Gradient], variables: Sequence
 ) -> None:
     """Do for variables what Keras does for those that this rank updates, but for the update itself."""
     accumulators = compat.accumulators_of(optimizer, variables)
@@ -148,7 +148,7 @@ def _unscaled(optimizer: Any, gradient: Any) -> Any:
 def _choose_for_sparse(
     optimizer: Any,
     contributions: Sequence[Gradient],
-    variables: Sequence[Any],
+    variables: Sequence,
     gather_rows: _GatherRows,
     waits_for_update: dict[int, bool],
 ) -> None:
@@ -179,7 +179,7 @@ def _reduced_now(contributions: Sequence[Gradient], reduce: _Reduce) -> list[Gra
 
 
 def _reduced_in_update(
-    optimizer: Any, contributions: Sequence[tf.Tensor], accumulators: Sequence[Any], reduce: _Reduce
+    optimizer: Any, contributions: Sequence[tf.Tensor], accumulators: Sequence, reduce: _Reduce
 ) -> list[tf.Tensor]:
     """Return gradients for Keras to add to the accumulators, which hold the means in the step of an update."""
 

@@ -16,7 +16,7 @@ from npu_device._src.training.watching.digests import SHOWN_RANKS, SHOWN_VARIABL
 from npu_device._src.world.world import World
 
 
-def with_nan_unless(agreed: tf.Tensor, gradients: Sequence[Any]) -> list[Any]:
+def with_nan_unless(agreed: tf.Tensor, gradients: Sequence) -> list:
     """Return gradients, of which one is NaN if the ranks haven't agreed that all are finite."""
     gradients = list(gradients)
     positions = [position for position, gradient in enumerate(gradients) if gradient is not None]
@@ -36,7 +36,7 @@ def checked(
     steps: Any,
     own_gradients: Sequence[Gradient],
     reduced: Sequence[Gradient],
-    variables: Sequence[Any],
+    variables: Sequence,
 ) -> list[Gradient]:
     """Return the reduced gradients; if they aren't finite, raise RuntimeError, which names the ranks, on all."""
     positions = [
@@ -57,7 +57,7 @@ def checked(
             world.group,
         )
 
-        def tell(faults_of_ranks: Any, steps: Any) -> list[Any]:
+        def tell(faults_of_ranks: Any, steps: Any) -> list:
             raise RuntimeError(
                 _text(world, int(steps), names, faults_of_ranks.reshape(world.size, -1))
             )

@@ -173,12 +173,7 @@ class _KerasFamily(_Keras):
         if compat.accumulation_steps(self.inner_optimizer) == 1:
             self.iterations.assign_add(1)
 
-    def _step(
-        self,
-        gradients: Sequence[Any],
-        variables: list[Any],
-        apply: Callable[[Sequence[Any]], Any],
-    ) -> None:
+    def _step(self, gradients: Sequence, variables: list, apply: Callable[[Sequence], Any]) -> None:
         """Apply the gradients if they are finite on all ranks, else only count the step; then update the scale."""
         # Gradients of a wrapped inner optimizer are reduced here already, while backward still produces others; the
         # inner one recognises them. Reduced gradients are the same everywhere, so no agreement is needed.
@@ -282,7 +277,7 @@ class _Keras3Family(_KerasFamily):
             return lambda: self.get_scaled_loss(loss())
         return loss * tf.cast(self.loss_scale, loss.dtype)
 
-    def get_unscaled_gradients(self, gradients: Any) -> list[Any]:
+    def get_unscaled_gradients(self, gradients: Any) -> list:
         """Return the gradients divided by the scale, or ``None``, which ``apply_gradients`` then takes as they are."""
         # Remembered until ``scale_loss`` is called again: which of the two the script uses is its
         # own choice.

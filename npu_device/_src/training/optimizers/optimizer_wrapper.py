@@ -181,7 +181,7 @@ class GradientReducer:
         self.divided_update = None
         tell_undivided(self._world, reason)
 
-    def begin(self, optimizer: Any, variables: Iterable[Any]) -> None:
+    def begin(self, optimizer: Any, variables: Iterable) -> None:
         """Make the variables equal on all ranks before the first step."""
         # Compared until they are equal; later differences are found by audits.
         if not self._are_equal and can_compare():
@@ -204,10 +204,7 @@ class GradientReducer:
         return replace(self.options, adds_rows=compat.adds_up_rows_first(optimizer))
 
     def reduce(
-        self,
-        optimizer: Any,
-        gradients: Iterable[Gradient],
-        owners: Owners = None,
+        self, optimizer: Any, gradients: Iterable[Gradient], owners: Owners = None
     ) -> list[Gradient]:
         """Return the gradients reduced over the ranks, ``None`` where ``None`` was; for ``owners`` see there."""
         gradients = list(gradients)
@@ -233,10 +230,7 @@ class GradientReducer:
         ]
 
     def reduce_once(
-        self,
-        optimizer: Any,
-        gradients: Sequence[Gradient],
-        owners: Owners = None,
+        self, optimizer: Any, gradients: Sequence[Gradient], owners: Owners = None
     ) -> list[Gradient]:
         """Reduce gradients, but pass through those that ``reduce`` has just returned or that are being applied."""
         # A loss-scale optimizer reduces them first, and has its inner optimizer apply them later, if they are finite.
@@ -252,9 +246,7 @@ class GradientReducer:
             return list(gradients)
         return self.reduce(optimizer, gradients, owners)
 
-    def apply(
-        self, optimizer: Any, apply: Callable[..., Any], gradients: list[Any], variables: list[Any]
-    ) -> Any:
+    def apply(self, optimizer: Any, apply: Callable, gradients: list, variables: list) -> Any:
         update = self.divided_update
         # Amid an update, the base class of an optimizer calls itself.
         if update is not None and self._applying is not optimizer:
@@ -269,7 +261,7 @@ class GradientReducer:
             ready = self._reduced_or_accumulated(optimizer, gradients, variables)
             return self.apply_ready(optimizer, apply, ready, variables)
 
-    def apply_ready(self, optimizer: Any, apply: Callable[..., Any], *ready: Any) -> Any:
+    def apply_ready(self, optimizer: Any, apply: Callable, *ready: Any) -> Any:
         """Call a method of an optimizer with gradients that need no reduction, and the like."""
         # Restored, since calls nest: a loss-scale optimizer applies through its inner one.
         outer = self._applying
@@ -288,9 +280,9 @@ class GradientReducer:
         self,
         update: DividedUpdate,
         optimizer: Any,
-        apply: Callable[..., Any],
-        gradients: list[Any],
-        variables: list[Any],
+        apply: Callable,
+        gradients: list,
+        variables: list,
     ) -> Any:
         """Apply gradients by the optimizer whose updates are divided, or by a loss-scale optimizer around it."""
         act = functools.partial(self.apply_ready, optimizer, apply)
@@ -311,7 +303,7 @@ class GradientReducer:
         with iteration():
             return update.apply(act, gradients, variables, reduce)
 
-    def begin_divided(self, optimizer: Any, variables: list[Any]) -> None:
+    def begin_divided(self, optimizer: Any, variables: list) -> None:
         """Build an optimizer whose updates are divided, and make it equal on all ranks before the first step."""
         update = self.divided_update
         if update is not None and self._applying is None:
@@ -321,12 +313,8 @@ class GradientReducer:
             update.part_if(self._has_equal_start())
 
     def reduced_for_scale(
-        self,
-        optimizer: Any,
-        gradients: list[Any],
-        variables: list[Any],
-        audited: bool = True,
-    ) -> tuple[list[Any], tf.Tensor]:
+        self, optimizer: Any, gradients: list, variables: list, audited: bool = True
+    ) -> tuple[list, tf.Tensor]:
         """Return the gradients with which a loss-scale optimizer decides on a divided update as the others do, and
         whether those of all ranks are finite.
 
@@ -350,9 +338,7 @@ class GradientReducer:
                 ready[position] = tf.zeros([], dense_of(gradient).dtype)
         return with_nan_unless(agreed, ready), agreed
 
-    def ready_to_scale(
-        self, optimizer: Any, gradients: list[Any], variables: list[Any]
-    ) -> list[Any] | None:
+    def ready_to_scale(self, optimizer: Any, gradients: list, variables: list) -> list | None:
         """Return the gradients of a divided update that tf-keras would add up over replicas: as they are in the update
         itself, and as ``reduced_for_scale`` for the loss-scale optimizer; None for any other caller.
         """
@@ -379,11 +365,7 @@ class GradientReducer:
         return tf.cast(all_reduce(self._world.job, number, "min", self._world.group), tf.bool)
 
     def _reduced_or_accumulated(
-        self,
-        optimizer: Any,
-        gradients: list[Any],
-        variables: list[Any],
-        owners: Owners = None,
+        self, optimizer: Any, gradients: list, variables: list, owners: Owners = None
     ) -> list[Gradient]:
         """Return what Keras is to apply: reduced gradients, or those that it accumulates on this rank."""
         if not self.accumulates(optimizer):
@@ -409,7 +391,7 @@ class GradientReducer:
             self._audit_variables(optimizer, ready, variables)
         return ready
 
-    def _all_finite_or_none(self, gradients: list[Any]) -> list[Any]:
+    def _all_finite_or_none(self, gradients: list) -> list:
         """Return gradients for a loss-scale optimizer: if those of a rank aren't finite, one isn't on any rank."""
         if self._applying is not None or not any(gradient is not None for gradient in gradients):
             return gradients
@@ -428,7 +410,7 @@ class GradientReducer:
             return list(gradients)
         return [weighted(gradient, self.factor) for gradient in gradients]
 
-    def note_parts(self, variables: Sequence[Any], counter: Any, period: int) -> None:
+    def note_parts(self, variables: Sequence, counter: Any, period: int) -> None:
         """Note variables in which this rank accumulates its contributions, as ``own_parts.note_parts`` does."""
         note_parts(self._world, variables, counter, period)
 
@@ -447,9 +429,7 @@ class GradientReducer:
         with tf.init_scope():
             return self._world.objects(rows, "rows of sparse gradients")
 
-    def _audit_variables(
-        self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]
-    ) -> None:
+    def _audit_variables(self, optimizer: Any, gradients: Sequence, variables: Sequence) -> None:
         """Audit the variables if it is time."""
         if not can_compare():
             return
@@ -461,11 +441,7 @@ class GradientReducer:
         self._pair = None
 
     def _reduced_and_audited(
-        self,
-        optimizer: Any,
-        gradients: list[Any],
-        variables: list[Any],
-        owners: Owners = None,
+        self, optimizer: Any, gradients: list, variables: list, owners: Owners = None
     ) -> list[Gradient]:
         """Return the reduced gradients, which are checked on request, and audit the variables if it is time."""
         reduced = self.reduce_once(optimizer, gradients, owners)
@@ -489,7 +465,7 @@ def _is_requested(argument: bool | None) -> bool:
     return argument
 
 
-def _build(optimizer: Any, keras: Any, variables: Sequence[Any]) -> None:
+def _build(optimizer: Any, keras: Any, variables: Sequence) -> None:
     if not optimizer.built:
         with keras.name_scope(optimizer.name, caller=optimizer):
             optimizer.build(variables)

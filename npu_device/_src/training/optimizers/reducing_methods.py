@@ -20,7 +20,7 @@ _as_it_is = compat.do_not_convert
 def install(optimizer: Any, keras: Any, reducer: Any) -> None:
     """Make an optimizer reduce its gradients by a ``GradientReducer``; raise TypeError for an unknown kind."""
     # The public method of all Keras optimizers, which scripts call.
-    hooks: dict[str, Callable[..., Any]] = {"apply_gradients": _apply_gradients}
+    hooks: dict[str, Callable] = {"apply_gradients": _apply_gradients}
     if compat.is_keras_3(keras) and isinstance(optimizer, keras.optimizers.Optimizer):
         hooks["apply"] = _apply_keras_3
         hooks[compat.SUM_OVER_REPLICAS] = _sum_over_replicas
@@ -114,6 +114,6 @@ def _aggregate_gradients(self: Any, grads_and_vars: Any) -> Any:
     return pairs
 
 
-def _lists(pairs: Any) -> tuple[list[Any], list[Any]]:
+def _lists(pairs: Any) -> tuple[list, list]:
     pairs = list(pairs)
     return [gradient for gradient, _ in pairs], [variable for _, variable in pairs]

@@ -52,9 +52,9 @@ _MOST_STARTS = 32
 class _OptimizerCall:
     """One call of an optimizer."""
 
-    gradients: list[Any]  # gradients that aren't None
-    targets: list[Any]  # the variable of each
-    variables: list[Any]  # all of the call
+    gradients: list  # gradients that aren't None
+    targets: list  # the variable of each
+    variables: list  # all of the call
     graph: Any = None  # the graph around the step, if XLA compiles it
 
 
@@ -83,7 +83,7 @@ class AppliedGradients:
 
     # What the script reduces
 
-    def note_reduced(self, values: Sequence[Any], pair: Callable[[], Pair | None] | None) -> None:
+    def note_reduced(self, values: Sequence, pair: Callable[[], Pair | None] | None) -> None:
         """Note what is reduced by hand: in eager mode gradients, of which ``pair`` returns one before and after its
         reduction among all ranks; or variables, as in local SGD, whose gradients then needn't be.
         """
@@ -190,7 +190,7 @@ class AppliedGradients:
         return None
 
     def _look(
-        self, watched: WatchedOptimizer, step: _OptimizerCall, unreduced: Sequence[Any]
+        self, watched: WatchedOptimizer, step: _OptimizerCall, unreduced: Sequence
     ) -> Callable[[Any], Any]:
         """Return what looks at a step, given its number, and returns that of the step of the next look."""
         is_eager = tf.executing_eagerly()
@@ -203,7 +203,7 @@ class AppliedGradients:
                 if id(gradient) in ids:
                     variables.append((id(compat.inner_variable(target)), variable_name(target)))
 
-        def compare(count: Any, *arrays: np.ndarray) -> list[Any]:
+        def compare(count: Any, *arrays: np.ndarray) -> list:
             due = self._posted_sums.compare(watched, int(count), arrays, variables)
             if is_eager:
                 # An eager loop is looked at in the first steps in any case, for same samples.
@@ -300,11 +300,11 @@ def _outside_xla(graph: Any) -> Iterator[None]:
         yield
 
 
-def _checksums(variables: Sequence[Any]) -> list[int]:
+def _checksums(variables: Sequence) -> list[int]:
     return [checksum(tf.convert_to_tensor(variable)) for variable in variables]
 
 
-def _is_value_of(variable: Any, values: Sequence[Any]) -> bool:
+def _is_value_of(variable: Any, values: Sequence) -> bool:
     """Return whether the value of a variable is among some values."""
     candidates = []
     for tensor in values:

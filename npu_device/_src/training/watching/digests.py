@@ -59,7 +59,7 @@ def named(names: Sequence[str]) -> str:
 
 
 def differences(
-    cluster: Cluster, ranks: Sequence[int], names: Sequence[str], values: Sequence[Sequence[Any]]
+    cluster: Cluster, ranks: Sequence[int], names: Sequence[str], values: Sequence[Sequence]
 ) -> tuple[list[int], str] | None:
     """Return the positions of variables whose values (of each rank, in order) differ, and a text; None if none do."""
     positions = [number for number, row in enumerate(zip(*values)) if len(set(row)) > 1]
@@ -119,10 +119,7 @@ def _rows_of_all(
 
 
 def _text_of(
-    job: Job,
-    names: Sequence[str],
-    rows: Sequence[_Row],
-    is_reported: Callable[[list[bool]], bool],
+    job: Job, names: Sequence[str], rows: Sequence[_Row], is_reported: Callable[[list[bool]], bool]
 ) -> str | None:
     """Return a text about the values at the first time of some variables, of which ``is_reported`` decides, given
     whether the ranks were equal at each time.

@@ -71,7 +71,7 @@ class LastWord:
         self._optimizers: dict[str, list[weakref.ref[Any]]] = {}
         self._calls = 0
 
-    def add(self, variables: Sequence[Any], label: str = "") -> None:
+    def add(self, variables: Sequence, label: str = "") -> None:
         """Note what is equal on all ranks from now on. Every rank does it, in the same order, or has the same label."""
         if not can_compare():
             return
@@ -90,7 +90,7 @@ class LastWord:
             if not label:
                 noted[id(inner)].calls = self._job.made(ReducedTensors).calls
 
-    def add_if_equal(self, variables: Sequence[Any]) -> None:
+    def add_if_equal(self, variables: Sequence) -> None:
         """Note variables that may be equal on all ranks now, while a function is traced."""
         with tf.init_scope():
             arrays = map(compat.to_array, map(tf.convert_to_tensor, variables))
@@ -104,7 +104,7 @@ class LastWord:
             return None
         return noted.calls
 
-    def add_optimizer(self, optimizer: Any, variables: Sequence[Any]) -> None:
+    def add_optimizer(self, optimizer: Any, variables: Sequence) -> None:
         """Note that an optimizer trains variables with reduced gradients: its state is equal on all ranks, too."""
         if not variables:
             return

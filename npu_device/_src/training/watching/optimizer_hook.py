@@ -50,7 +50,7 @@ class OptimizerHook:
                 setattr(owner, name, original)
 
 
-def _wrapper(original: Callable[..., Any], parameter: str) -> Callable[..., Any]:
+def _wrapper(original: Callable, parameter: str) -> Callable:
     """Return a method that looks at its gradients, or reduces them, before the original applies them."""
 
     # Otherwise, AutoGraph would rewrite the function.

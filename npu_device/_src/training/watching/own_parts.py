@@ -71,7 +71,7 @@ class _Part(NamedTuple):
 _parts: dict[int, _Part] = {}  # by id
 
 
-def note_parts(world: World, variables: Sequence[Any], counter: Any, period: int) -> None:
+def note_parts(world: World, variables: Sequence, counter: Any, period: int) -> None:
     """Note the variables of an optimizer that hold this rank's parts from now on; every ``period`` steps they are 0."""
     if all(map(is_part, variables)):
         return
@@ -87,12 +87,12 @@ def is_part(variable: Any) -> bool:
     return id(compat.inner_variable(variable)) in _parts
 
 
-def without_parts(variables: Iterable[Any]) -> list[Any]:
+def without_parts(variables: Iterable) -> list:
     """Return the variables that are to have the same value on all ranks."""
     return [variable for variable in variables if not is_part(variable)]
 
 
-def between_updates(variables: Iterable[Any]) -> list[Any]:
+def between_updates(variables: Iterable) -> list:
     """Return the variables that hold parts now, which the next update is going to use."""
     return [
         variable
@@ -105,7 +105,7 @@ def _accumulation_of(variable: Any) -> _Accumulation:
     return _parts[id(compat.inner_variable(variable))].accumulation
 
 
-def means_of(variables: Sequence[Any]) -> list[tf.Tensor]:
+def means_of(variables: Sequence) -> list[tf.Tensor]:
     """Return the means of variables that hold parts; the ranks that hold the others call this, too."""
     means: dict[int, tf.Tensor] = {}
     # Optimizers may reduce among different groups of ranks.
@@ -124,7 +124,7 @@ def means_of(variables: Sequence[Any]) -> list[tf.Tensor]:
     return [means[id(variable)] for variable in variables]
 
 
-def settle(variables: Iterable[Any]) -> None:
+def settle(variables: Iterable) -> None:
     """Give all ranks the means of the parts among some variables; every rank calls this."""
     parts = between_updates(variables)
     for variable, mean in zip(parts, means_of(parts)):
@@ -133,7 +133,7 @@ def settle(variables: Iterable[Any]) -> None:
         _accumulation_of(variable).settled = _accumulation_of(variable).count()
 
 
-def to_be_equal(world: World, variables: Sequence[Any]) -> list[Any]:
+def to_be_equal(world: World, variables: Sequence) -> list:
     """Return variables that are about to be made equal, without parts that go on.
 
     They go on if all ranks have made the same number of steps. If not, one rank has read a file, and its values count.
@@ -166,7 +166,7 @@ def for_all_ranks() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def with_values(variables: Sequence[Any], values: Sequence[tf.Tensor]) -> Iterator[None]:
+def with_values(variables: Sequence, values: Sequence[tf.Tensor]) -> Iterator[None]:
     """Let variables have other values in the block."""
     before = list(map(tf.convert_to_tensor, variables))
     try:
@@ -178,7 +178,7 @@ def with_values(variables: Sequence[Any], values: Sequence[tf.Tensor]) -> Iterat
             variable.assign(value)
 
 
-def warn_of_file(optimizer: Any, variables: Iterable[Any]) -> None:
+def warn_of_file(optimizer: Any, variables: Iterable) -> None:
     """Warn, once for an optimizer, if this rank is about to write its own parts to a file."""
     if getattr(_thread, "is_for_all", False) or not tf.executing_eagerly():
         return

@@ -84,9 +84,7 @@ class Audit:
         self._step_seconds = 0.0
         self._previous: tuple[int, float] | None = None  # steps and time at the previous audit
 
-    def step(
-        self, variables: Sequence[Any], optimizer: Any = None, pair: Pair | None = None
-    ) -> None:
+    def step(self, variables: Sequence, optimizer: Any = None, pair: Pair | None = None) -> None:
         """Count a step, and audit it, if it is time, before later updates; ``pair`` is one of its gradients."""
         # Unless the optimizer is known, the ranks may have the variables in different orders.
         # Referred to weakly, since a graph must not keep the job.
@@ -95,14 +93,12 @@ class Audit:
             lambda count: _audit_of(myself)._audit_now(count, variables, optimizer, pair)
         )
 
-    def _audit_now(
-        self, count: Any, variables: Sequence[Any], optimizer: Any, pair: Pair | None
-    ) -> Any:
+    def _audit_now(self, count: Any, variables: Sequence, optimizer: Any, pair: Pair | None) -> Any:
         """Compare; return the step of the next audit."""
         myself = weakref.ref(self)
         is_off = self._is_off
         keeps_order = optimizer is not None
-        audited: list[Any] = []
+        audited: list = []
         if not is_off:
             states = []
             if keeps_order:
@@ -123,7 +119,7 @@ class Audit:
         # Counted here, since the function below must not keep the tensors themselves.
         gradient_count = len(before_and_after)
 
-        def digest(count: Any, steps: Any, *arrays: np.ndarray) -> list[Any]:
+        def digest(count: Any, steps: Any, *arrays: np.ndarray) -> list:
             audit = _audit_of(myself)
             if gradient_count:
                 audit._samples.compare(int(count), arrays[0], arrays[1], scale)
@@ -135,7 +131,7 @@ class Audit:
                 digests = sorted(digests)
             return [audit._message(int(count), digests, by_hand)]
 
-        def settle(maxima: Any, count: Any) -> list[Any]:
+        def settle(maxima: Any, count: Any) -> list:
             due = _audit_of(myself)._settle(list(map(int, maxima)), int(count))
             return [np.int64(due)]
 
@@ -147,7 +143,7 @@ class Audit:
         [due] = call_now(settle, [message, count], [tf.TensorSpec([], tf.int64)])
         return due
 
-    def _message(self, count: int, digests: list[Digest], by_hand: Sequence[Any]) -> Any:
+    def _message(self, count: int, digests: list[Digest], by_hand: Sequence) -> Any:
         """Return, for maxima over the ranks: digest, minus digest, whether this rank is silent, minus its two times."""
         time_now = time.perf_counter()
         if self._previous is not None:
@@ -226,9 +222,7 @@ class _LoopAudits(dict[tuple[int, ...], Audit]):
     """The audits of variables whose gradients a loop of the script reduces, by their ids; a part of the job."""
 
 
-def audit_loop(
-    world: World, variables: Sequence[Any], pair: Callable[[], Pair | None] | None
-) -> None:
+def audit_loop(world: World, variables: Sequence, pair: Callable[[], Pair | None] | None) -> None:
     """Audit, if it is time, variables whose gradients a ``tf.function`` has reduced; ``pair`` returns one of these."""
     if world.size == 1 or not can_compare():
         return

@@ -30,7 +30,7 @@ _TAPE = "gradient_tape/"  # prefix of the name of the operation that a gradient 
 
 
 def make_equal(
-    world: World, variables: Sequence[Any], keeps_order: bool = True, level: int = logging.WARNING
+    world: World, variables: Sequence, keeps_order: bool = True, level: int = logging.WARNING
 ) -> bool:
     """Compare variables before the first step; where they differ, overwrite them with those of the group's first rank.
 
@@ -74,7 +74,7 @@ def make_equal(
         return True
 
 
-def assign_from_root(world: World, variables: Sequence[Any], root_rank: int = 0) -> Any:
+def assign_from_root(world: World, variables: Sequence, root_rank: int = 0) -> Any:
     """Set variables to the values of the root; return the operation in a graph for a session, else None. What only one
     rank holds gets what the root has assigned to it, if that has.
     """
@@ -90,7 +90,7 @@ def assign_from_root(world: World, variables: Sequence[Any], root_rank: int = 0)
     return fetchable([variable.assign(tensor) for variable, tensor in zip(variables, sent)])
 
 
-def assign_from_owners(world: World, variables: Sequence[Any], owners: Sequence[int]) -> Any:
+def assign_from_owners(world: World, variables: Sequence, owners: Sequence[int]) -> Any:
     """Set each variable to the value of the rank of the group that owns it; return as ``assign_from_root``."""
     tensors = []
     for variable, owner in zip(variables, owners):
@@ -109,7 +109,7 @@ def assign_from_owners(world: World, variables: Sequence[Any], owners: Sequence[
     return fetchable([*assignments, *sent[:1]])
 
 
-def note_equal(world: World, variables: Sequence[Any]) -> None:
+def note_equal(world: World, variables: Sequence) -> None:
     """Let variables that are equal now be compared at the end of the job, or of a session, if all of its ranks are
     here.
     """
@@ -128,14 +128,14 @@ def note_equal(world: World, variables: Sequence[Any]) -> None:
 _compared: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by id
 
 
-def not_compared(variables: Sequence[Any]) -> list[Any]:
+def not_compared(variables: Sequence) -> list:
     """Return those of the variables that ``make_equal_behind`` hasn't compared."""
     return [variable for variable in variables if _compared.get(id(variable)) is not variable]
 
 
 def make_equal_behind(
-    world: World, gradients: Sequence[Any], level: int = logging.WARNING
-) -> list[Any] | None:
+    world: World, gradients: Sequence, level: int = logging.WARNING
+) -> list | None:
     """Do as ``make_equal`` does with the variables of gradients that a ``tf.function`` reduces itself.
 
     Return the variables, none if they aren't known; None if the values aren't gradients of a tape in this graph. The
@@ -172,7 +172,7 @@ def make_equal_behind(
     return variables
 
 
-def as_many_as_gradients(gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+def as_many_as_gradients(gradients: Sequence, variables: Sequence) -> list:
     """Return the variables of each shape and dtype of which there are as many variables as gradients."""
     of_gradients = Counter(
         _shape_and_dtype(gradient) for gradient in gradients if gradient is not None
@@ -190,14 +190,14 @@ def _shape_and_dtype(tensor: Any) -> tuple[str, tf.DType]:
     return str(tensor.shape), tf.as_dtype(tensor.dtype).base_dtype
 
 
-def warn_if_different(world: World, variables: Sequence[Any]) -> None:
+def warn_if_different(world: World, variables: Sequence) -> None:
     """Compare variables after a training; rank 0 warns with the names of those that differ."""
     difference = _differences(world, variables)
     if difference is not None and world.rank == 0:
         _log.warning(ENDED_APART, difference[1])
 
 
-def _differences(world: World, variables: Sequence[Any]) -> tuple[list[int], str] | None:
+def _differences(world: World, variables: Sequence) -> tuple[list[int], str] | None:
     """Return the positions of the variables that differ, and a text about them; None if none do."""
     try:
         own_digests = [digest_of(variable) for variable in variables]

@@ -40,7 +40,7 @@ class SessionEnds:
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._next_number = itertools.count(1)
 
-    def add(self, variables: Sequence[Any]) -> None:
+    def add(self, variables: Sequence) -> None:
         """Note variables of a graph that are equal on all ranks from now on."""
         for variable in map(compat.inner_variable, variables):
             graph = getattr(variable, "graph", None)
@@ -100,7 +100,7 @@ class SessionEnds:
             _log.warning(ENDED_APART, difference[1])
 
 
-def _to_be_equal(noted: _Variables) -> Iterator[Any]:
+def _to_be_equal(noted: _Variables) -> Iterator:
     """Yield the trainable variables of a graph and their slots; others, as moving statistics, may differ."""
     variables = {}
     for name, reference in noted.items():

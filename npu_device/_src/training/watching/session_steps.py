@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any, Callable, NamedTuple
+from typing import Callable, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -47,15 +47,13 @@ class _Graphs(list[str]):
     """The comparisons in graphs for sessions; a part of the job."""
 
 
-def reduce_compared(
-    world: World, gradients: Sequence[Any], reduce: Callable[[], list[Any]]
-) -> list[Any]:
+def reduce_compared(world: World, gradients: Sequence, reduce: Callable[[], list]) -> list:
     """Reduce gradients; in a graph for sessions, compare the variables to which they belong before some steps."""
     mode = environment.NPU_DEVICE_UNEQUAL_START.get()
     is_watched = mode != "ignore" or environment.NPU_DEVICE_AUDIT.get() != "off"
     graphs = world.job.made(_Graphs)
     is_whole_job = world.size == world.job.cluster.world_size
-    variables: list[Any] = []
+    variables: list = []
     is_session = not tf.compat.v1.executing_eagerly_outside_functions()
     if is_session and is_watched and is_whole_job and len(graphs) < _MOST_GRAPHS:
         variables = _variables_of(gradients)
@@ -76,7 +74,7 @@ def reduce_compared(
     return reduced
 
 
-def _variables_of(gradients: Sequence[Any]) -> list[Any]:
+def _variables_of(gradients: Sequence) -> list:
     """Return the trainable variables of the graph being built to which gradients belong, by their shapes."""
     tensors = [dense_of(gradient) for gradient in gradients if gradient is not None]
     # The mean of variables themselves, as in local SGD, is taken of values that differ.

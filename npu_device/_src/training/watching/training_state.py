@@ -21,12 +21,12 @@ from npu_device._src import compat
 from npu_device._src.training.watching.schedule import only_building
 
 
-def training_variables(model: Any) -> list[Any]:
+def training_variables(model: Any) -> list:
     """Return the weights and the state of the optimizers, as far as they exist, in the same order on every rank."""
     return unique([*weights(model), *optimizer_state(model)])
 
 
-def weights(model: Any) -> list[Any]:
+def weights(model: Any) -> list:
     """Return the weights of the model, as far as they exist."""
     try:
         variables = model.weights
@@ -36,7 +36,7 @@ def weights(model: Any) -> list[Any]:
     return unique(weight for weight in variables if not compat.is_vocabulary(weight))
 
 
-def optimizer_state(model: Any) -> list[Any]:
+def optimizer_state(model: Any) -> list:
     """Return the variables of the model's optimizers: steps, slots, averages, learning rates and loss scales."""
     states = (
         compat.optimizer_variables(optimizer, weights(model)) for optimizer in optimizers(model)
@@ -44,12 +44,12 @@ def optimizer_state(model: Any) -> list[Any]:
     return unique(itertools.chain.from_iterable(states))
 
 
-def optimizers(model: Any) -> list[Any]:
+def optimizers(model: Any) -> list:
     """Return the optimizers that the steps of a model can reach: a GAN has two, and parts of it may have their own."""
     return [node for node in reachable(model) if compat.is_optimizer(node)]
 
 
-def loose_variables(model: Any) -> list[Any]:
+def loose_variables(model: Any) -> list:
     """Return the ``tf.Variable`` objects that the steps can reach, but that Keras doesn't count among its variables."""
     metrics = (variable for metric in compat.metrics_of(model) for variable in metric.variables)
     variables = [*compat.variables_of(model), *metrics, *compat.counters_of(model)]
@@ -61,13 +61,13 @@ def loose_variables(model: Any) -> list[Any]:
     return loose
 
 
-def common(model: Any, variables: Iterable[Any]) -> list[Any]:
+def common(model: Any, variables: Iterable) -> list:
     """Return variables of a model without those that hold a state for each sample, of which each rank has its own."""
     rank_states = set(map(id, compat.states_of_samples(model)))
     return [variable for variable in variables if id(variable) not in rank_states]
 
 
-def attributes(model: Any) -> Iterable[Any]:
+def attributes(model: Any) -> Iterable:
     """Return the attributes of the model, and what lists and dicts among them contain."""
     for value in _attributes(model):
         if isinstance(value, dict):
@@ -131,7 +131,7 @@ def set_random_states(states: tuple[Any, Any, Any]) -> None:
         compat.set_random_state(tensorflow)
 
 
-def unique(nodes: Iterable[Any]) -> list[Any]:
+def unique(nodes: Iterable) -> list:
     """Return things in their order, each of them once."""
     return list({id(node): node for node in nodes}.values())
 
@@ -140,7 +140,7 @@ _FRAMEWORKS = "keras tf_keras tensorflow numpy npu_device builtins logging threa
 _LONGEST = 1000  # elements of a list or dict that are looked at: optimizers and variables aren't kept by the thousand
 
 
-def reachable(model: Any) -> Iterator[Any]:
+def reachable(model: Any) -> Iterator:
     """Yield a model and what it reaches, each once, in the same order on every rank.
 
     That are attributes of it and of its layers; what is in lists, dicts and objects of the user's own classes; and what
@@ -156,7 +156,7 @@ def reachable(model: Any) -> Iterator[Any]:
             waiting.extend(_parts(node))
 
 
-def _parts(node: Any) -> Iterable[Any]:
+def _parts(node: Any) -> Iterable:
     if isinstance(node, (type, types.ModuleType, str, bytes, int, float, type(None))):
         return []
     if isinstance(node, Mapping):
@@ -179,14 +179,14 @@ def _parts(node: Any) -> Iterable[Any]:
     return [*_attributes(node), *_methods(node)]
 
 
-def _attributes(node: Any) -> list[Any]:
+def _attributes(node: Any) -> list:
     attributes = getattr(node, "__dict__", {})
     return [attributes[name] for name in sorted(attributes)]
 
 
-def _methods(node: Any) -> list[Any]:
+def _methods(node: Any) -> list:
     """Return the functions of the class of an object, without those of a framework."""
-    members: list[Any] = []
+    members: list = []
     for owner in type(node).__mro__:
         if not _is_framework(owner):
             members += vars(owner).values()
@@ -198,7 +198,7 @@ def _methods(node: Any) -> list[Any]:
     return functions
 
 
-def _used_by(function: types.FunctionType) -> list[Any]:
+def _used_by(function: types.FunctionType) -> list:
     wrapped = getattr(function, "__wrapped__", None)
     if _is_framework(function):
         if wrapped is None:

@@ -6,7 +6,7 @@ import enum
 import sys
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Optional
+from typing import NamedTuple, Optional
 
 import numpy as np
 import tensorflow as tf
@@ -50,7 +50,7 @@ class WatchedOptimizer:
     """
 
     def __init__(
-        self, job: Job, class_name: str, variables: Sequence[Any], first_look: int = FIRST_LOOKS[0]
+        self, job: Job, class_name: str, variables: Sequence, first_look: int = FIRST_LOOKS[0]
     ) -> None:
         self.class_name = class_name
         numbers = sum(int(np.prod(tuple(variable.shape))) for variable in variables)
@@ -65,13 +65,13 @@ class WatchedOptimizer:
         self.start: Optional[tuple[str, list[int]]] = None
         self._variables = list(map(weakref.ref, variables))
 
-    def living(self) -> list[Any]:
+    def living(self) -> list:
         """Return the variables that still exist."""
         variables = [reference() for reference in self._variables]
         return [variable for variable in variables if variable is not None]
 
 
-def smallest(gradients: Iterable[Any]) -> list[Any]:
+def smallest(gradients: Iterable) -> list:
     """Return the tensors of the smallest gradients, or variables, with floating-point numbers."""
     tensors = [tensor for tensor in map(dense_of, gradients) if tensor.dtype.is_floating]
     # Tensors of unknown size come last.
@@ -79,6 +79,6 @@ def smallest(gradients: Iterable[Any]) -> list[Any]:
     return sorted(tensors, key=size)[:_SUMMED]
 
 
-def arrays_of(variables: Iterable[Any]) -> list[np.ndarray]:
+def arrays_of(variables: Iterable) -> list[np.ndarray]:
     """Return the values of the smallest variables now."""
     return list(map(compat.to_array, smallest(map(tf.convert_to_tensor, variables))))

@@ -19,7 +19,7 @@ from npu_device._src.collectives.call import Terms
 from npu_device._src.collectives.dtypes import convert
 from npu_device._src.collectives.engines.host.buffers import ALIGNMENT, BufferPool
 
-Program = Iterator[Any]
+Program = Iterator
 """One transfer, which pauses where it would have to wait, and yields what its channel has to wait for."""
 
 # The heads

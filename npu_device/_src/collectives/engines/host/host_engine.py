@@ -52,12 +52,7 @@ class GroupQueue(Protocol):
     in_order: bool  # each begins when the one before it has ended
 
     def start(
-        self,
-        transfer: ArrayTransfer,
-        terms: Terms,
-        arrays: ArrayList,
-        *,
-        computes_meanwhile: bool,
+        self, transfer: ArrayTransfer, terms: Terms, arrays: ArrayList, *, computes_meanwhile: bool
     ) -> Any:
         """Start a transfer without waiting for others; return what ``finish`` takes."""
 
@@ -188,11 +183,7 @@ class HostEngine(ArrayEngine):
         return self.run(group, transfers, inputs, terms)
 
     def broadcast_from_owners(
-        self,
-        tensors: TensorsOrSpecs,
-        owners: Sequence[int],
-        group: Group,
-        terms: Terms = AGREED,
+        self, tensors: TensorsOrSpecs, owners: Sequence[int], group: Group, terms: Terms = AGREED
     ) -> TensorList:
         """Return all tensors on every rank, given this member's own ones and the specs of the others: any dtypes, with
         known shapes.
@@ -227,9 +218,7 @@ class HostEngine(ArrayEngine):
     def all_to_all(self, rows: tf.Tensor, group: Group, terms: Terms = AGREED) -> tf.Tensor:
         return self._rows(programs.all_to_all, rows, group, terms)
 
-    def _rows(
-        self, rounds: Callable[..., Any], tensor: tf.Tensor, group: Group, terms: Terms
-    ) -> tf.Tensor:
+    def _rows(self, rounds: Callable, tensor: tf.Tensor, group: Group, terms: Terms) -> tf.Tensor:
         size = group.size
 
         def prepare(arrays: ArrayList, buffers: BufferPool) -> Prepared:
@@ -415,7 +404,7 @@ class GraphOrders:
         # What a graph calls must not refer to a tensor of it.
         terms = terms._replace(shapes=0)
 
-        def run(shapes: Any, *arrays: np.ndarray) -> list[Any]:
+        def run(shapes: Any, *arrays: np.ndarray) -> list:
             terms_here = terms._replace(shapes=int(shapes))
             started = queue.start(transfer, terms_here, list(arrays), computes_meanwhile=False)
             return _of_graph(queue.finish(started))
@@ -440,14 +429,14 @@ class GraphOrders:
         return self._starts.call(start, [shapes, *inputs])[0]
 
     def _finish(self, queue: GroupQueue, transfer: ArrayTransfer, ticket: tf.Tensor) -> TensorList:
-        def finish(ticket: Any) -> list[Any]:
+        def finish(ticket: Any) -> list:
             # It is taken out of the table, or the results would live as long as this object.
             return _of_graph(queue.finish(self._started.pop(int(ticket))))
 
         return _waited_for(self._finishes, finish, [ticket], transfer)
 
 
-def _of_graph(finished: Finished) -> list[Any]:
+def _of_graph(finished: Finished) -> list:
     """Return when a transfer ended, and its results, as a call of Python in a graph returns them."""
     ended_at, results = finished
     return [np.int64(ended_at), *results]
@@ -457,7 +446,7 @@ _waiting: weakref.WeakSet[tf.Operation] = weakref.WeakSet()
 
 
 def _waited_for(
-    order: Order, function: Callable[..., list[Any]], inputs: Tensors, transfer: ArrayTransfer
+    order: Order, function: Callable[..., list], inputs: Tensors, transfer: ArrayTransfer
 ) -> TensorList:
     """Add a call that waits for a transfer, and returns when that ended, and its results."""
     dtypes = [output.dtype for output in transfer.outputs]

@@ -19,7 +19,7 @@ _MOST_SLOT_BYTES = 8 << 20
 class _StartedRound(NamedTuple):
     """A round on its way."""
 
-    messages: list[Any]
+    messages: list
     round: Round
     rows: list[Optional[np.ndarray]]  # memory for the values of each member
 
@@ -102,7 +102,7 @@ class MessageChannel:
         senders = [member for member in self._neighbours() if member in exchange.publishers]
         return {member: self.buffers.array((end - start,), exchange.dtype) for member in senders}
 
-    def _send_all(self, exchange: Round) -> list[Any]:
+    def _send_all(self, exchange: Round) -> list:
         """Start to send each reader what it reads."""
         source = exchange.source
         assert source is not None

@@ -17,4 +17,4 @@ class MpiWorld:
     library: str
     ended: threading.Event = field(default_factory=threading.Event)  # set when this rank leaves
     # Programs that failed: MPI may still write to their memory.
-    abandoned: list[Any] = field(default_factory=list)
+    abandoned: list = field(default_factory=list)

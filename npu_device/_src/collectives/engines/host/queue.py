@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Callable, NamedTuple, Optional
+from typing import Callable, NamedTuple, Optional
 
 import tensorflow as tf
 
@@ -32,7 +32,7 @@ from npu_device._src.collectives.engines.host.channel import (
     head_of,
 )
 
-Prepared = tuple[Callable[..., Any], ArrayList]
+Prepared = tuple[Callable, ArrayList]
 """What makes the rounds of a transfer, ``make_rounds(channel)``, and the arrays that the rounds fill. Between two
 ranks, the first is what makes their ``transfers.PairTransfer``.
 """
@@ -101,12 +101,7 @@ class HostQueue:
         self._closed = False
 
     def start(
-        self,
-        transfer: ArrayTransfer,
-        terms: Terms,
-        arrays: ArrayList,
-        *,
-        computes_meanwhile: bool,
+        self, transfer: ArrayTransfer, terms: Terms, arrays: ArrayList, *, computes_meanwhile: bool
     ) -> StartedTransfer:
         """Start a transfer without waiting for others; ``finish`` has to follow.
 

@@ -29,11 +29,7 @@ from npu_device._src.collectives.dtypes import ArrayList
 from npu_device._src.collectives.engines.context import EngineContext
 from npu_device._src.collectives.engines.host.buffers import BufferPool
 from npu_device._src.collectives.engines.host.host_engine import ArrayEngine, GraphOrders
-from npu_device._src.collectives.engines.host.queue import (
-    ArrayTransfer,
-    Finished,
-    Prepared,
-)
+from npu_device._src.collectives.engines.host.queue import ArrayTransfer, Finished, Prepared
 from npu_device._src.collectives.group import Group
 
 _MOST_IDLE = 4  # idle connections of a pair
@@ -85,12 +81,7 @@ class PairQueue:
         context.peers.open()
 
     def start(
-        self,
-        transfer: ArrayTransfer,
-        terms: Terms,
-        arrays: ArrayList,
-        *,
-        computes_meanwhile: bool,
+        self, transfer: ArrayTransfer, terms: Terms, arrays: ArrayList, *, computes_meanwhile: bool
     ) -> PairTransfer:
         make_transfer, results = transfer.prepare(arrays, self._context.buffers)
         position = self._count.begin(terms)
