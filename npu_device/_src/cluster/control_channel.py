@@ -71,7 +71,7 @@ class ControlChannel:
         """
         return _by_rank(self._request("post", SHORT_SECONDS, name=name, value=value))
 
-    def gather(self, name: str, value: Any, timeout: float) -> list[Any]:
+    def gather(self, name: str, value: Any, timeout: float) -> list:
         """Return the values that all ranks pass under a name, by rank; TimeoutError if some don't come."""
         values = _by_rank(self._request("gather", timeout, name=name, value=value, ranks=None))
         return [values[rank] for rank in range(len(values))]

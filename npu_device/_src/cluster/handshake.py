@@ -110,7 +110,7 @@ def reach(host: str, port: int, seconds: float, secret: bytes, **said: Any) -> T
 
 
 def _attempt(
-    family: int, address: tuple[Any, ...], seconds: float, secret: bytes, said: Message
+    family: int, address: tuple, seconds: float, secret: bytes, said: Message
 ) -> TimedConnection:
     with contextlib.ExitStack() as opened:
         try:
@@ -223,7 +223,7 @@ def admit(connection: socket.socket, secret: bytes) -> tuple[TimedConnection, Me
     return timed, handshake.said
 
 
-def resolve(host: str, port: int, seconds: float) -> list[tuple[int, tuple[Any, ...]]]:
+def resolve(host: str, port: int, seconds: float) -> list[tuple[int, tuple]]:
     """Return the families and socket addresses of a host, in limited time."""
     with contextlib.suppress(ValueError):
         ipaddress.ip_address(host)
@@ -238,9 +238,9 @@ def full_name_of_this_host(seconds: float) -> str:
     return name
 
 
-def _in_time(look_up: Callable[[], list[Any]], seconds: float) -> list[Any]:
+def _in_time(look_up: Callable[[], list], seconds: float) -> list:
     # The resolver of the system can block for much longer, and ignores Ctrl-C: it has a thread, which ends on its own.
-    answer: Future[list[Any]] = Future()
+    answer: Future[list] = Future()
 
     def set_answer() -> None:
         try:
@@ -255,7 +255,7 @@ def _in_time(look_up: Callable[[], list[Any]], seconds: float) -> list[Any]:
         raise AttemptFailedError("the name could not be resolved in time") from None
 
 
-def _looked_up(host: str, port: int | None, flags: int = 0) -> list[Any]:
+def _looked_up(host: str, port: int | None, flags: int = 0) -> list:
     try:
         return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
     except (OSError, UnicodeError) as error:
@@ -263,5 +263,5 @@ def _looked_up(host: str, port: int | None, flags: int = 0) -> list[Any]:
         raise AttemptFailedError(f"the name can't be resolved ({reason})") from error
 
 
-def _addresses(infos: list[Any]) -> list[tuple[int, tuple[Any, ...]]]:
+def _addresses(infos: list) -> list[tuple[int, tuple]]:
     return [(int(family), address) for family, _, _, _, address in infos]

@@ -92,7 +92,7 @@ class Hello:
         )
 
     @property
-    def signature(self) -> tuple[Any, ...]:
+    def signature(self) -> tuple:
         """Return what must be the same on all ranks."""
         versions = tuple(sorted(self.versions.items()))
         settings = tuple(sorted(self.settings.items()))
@@ -186,7 +186,7 @@ class Roster:
         # Several arrivals of one key are a contradiction.
         self._arrivals: dict[_Key, list[Arrival]] = {}
         self._departures: dict[_Key, Arrival] = {}
-        self._signatures: Counter[tuple[Any, ...]] = Counter()
+        self._signatures: Counter[tuple] = Counter()
         self._strangers: dict[str, None] = {}  # ranks of other jobs, as lines of the error
         self._unknown_clients: dict[str, str] = {}
         self.reference: Hello | None = None

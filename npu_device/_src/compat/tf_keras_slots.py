@@ -89,7 +89,7 @@ def set_value(slot: Any, value: Any) -> None:
     BaseResourceVariable.assign(slot, value)
 
 
-def in_order_of_slots(optimizer: Any, variables: Sequence[Any]) -> list[Any] | None:
+def in_order_of_slots(optimizer: Any, variables: Sequence) -> list | None:
     """Return variables in the order in which a built optimizer keeps slots for them; None if it is built for others."""
     positions = {}
     for variable in variables:
@@ -101,9 +101,9 @@ def in_order_of_slots(optimizer: Any, variables: Sequence[Any]) -> list[Any] | N
     return [positions[position] for position in sorted(positions)]
 
 
-def variables_held(optimizer: Any) -> list[Any]:
+def variables_held(optimizer: Any) -> list:
     """Return the variables that are attributes of an optimizer, or in its lists: tf-keras doesn't list all of them."""
-    attributes: list[Any] = []
+    attributes: list = []
     for value in vars(optimizer).values():
         members = [value]
         if isinstance(value, (list, tuple)):
@@ -118,12 +118,12 @@ def half_squared_norm(gradient: Any) -> tf.Tensor:
 
 
 def clipped_by_norm(
-    gradients: Sequence[Any], largest: float, half_squared_norms: Sequence[tf.Tensor]
-) -> list[Any]:
+    gradients: Sequence, largest: float, half_squared_norms: Sequence[tf.Tensor]
+) -> list:
     """Return gradients clipped as ``tf.clip_by_global_norm`` does, bit by bit, given the norms of all ranks."""
     half_squared = tf.reduce_sum(tf.stack(half_squared_norms))
     norm = tf.sqrt(half_squared * tf.constant(2.0, half_squared.dtype))
-    clipped: list[Any] = tf.clip_by_global_norm(list(gradients), largest, use_norm=norm)[0]
+    clipped: list = tf.clip_by_global_norm(list(gradients), largest, use_norm=norm)[0]
     return clipped
 
 

@@ -49,7 +49,7 @@ class CallbackStates:
         self.arrays: list[tf.Variable] = []
         self._list = list_with(checkpoint)
         self._kept: dict[str, Any] = {}
-        self._all: list[Any] = []
+        self._all: list = []
         self._found: dict[str, Any] = {}
         self._warned: set[str] = set()
         if self._list is not None:

@@ -95,7 +95,7 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
         optimizers = training_state.optimizers(self.model)
         # Optimizers get names by their numbers, since two of them may be of one class.
         named = {f"optimizer{number}": optimizer for number, optimizer in enumerate(optimizers)}
-        self._metrics: list[Any] = []
+        self._metrics: list = []
         self._metric_names: list[str] = []
         self._callbacks = CallbackStates(self)
         self._job: JobCheckpoint = JobCheckpoint(
@@ -186,7 +186,7 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
         self._job.step_done(self._total, self._notes())
         return logs
 
-    def _begin_epoch(self, keras_iterator: Any, count: int) -> list[Any]:
+    def _begin_epoch(self, keras_iterator: Any, count: int) -> list:
         steps_before = self._step
         self._step = 0
         self._begins = False
@@ -213,7 +213,7 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
             self._restore()
         return pulled
 
-    def _pass_over(self, batches: list[Any], count: int) -> Any:
+    def _pass_over(self, batches: list, count: int) -> Any:
         if not batches:
             self._must_have_resumed()
         self._step += len(batches)
@@ -335,7 +335,7 @@ class _Data:
         self.used: Any = None
         self.position = _Position()
 
-    def begin_epoch(self, keras_iterator: Any, count: int, steps_before: int) -> list[Any]:
+    def begin_epoch(self, keras_iterator: Any, count: int, steps_before: int) -> list:
         """Return the first ``count`` batches of an epoch; the epoch before has taken ``steps_before``."""
         position = self.position
         if keras_iterator is self.keras_iterator:
@@ -352,7 +352,7 @@ class _Data:
 
     def resume_epoch(
         self, keras_iterator: Any, count: int, position: _Position
-    ) -> tuple[list[Any], str | None]:
+    ) -> tuple[list, str | None]:
         """Return the first batches of an epoch at the place of a checkpoint, and why they are others; None if not."""
         self.position = position
         self.keras_iterator = self.used = keras_iterator
@@ -383,7 +383,7 @@ class _Data:
                 ranks.append(str(rank))
         return pulled, _OTHER_DATA.format(ranks=", ".join(ranks))
 
-    def _samples(self, pulled: list[Any]) -> int:
+    def _samples(self, pulled: list) -> int:
         """Return the checksum of what all ranks have pulled, the same on any number of ranks."""
         checksum = next_samples.checksum_of([content(batch) for batch in pulled])
         return sum(gather(self._world, checksum))

@@ -303,7 +303,7 @@ def _bytes_of(tensor: tf.Tensor | bytes) -> memoryview:
     return flat.view(np.uint8).data
 
 
-def bytes_of_rank(variables: Sequence[Any], is_first: bool) -> int:
+def bytes_of_rank(variables: Sequence, is_first: bool) -> int:
     """Return how many bytes a rank copies of the shared variables, before any of them differ."""
     copied = []
     for variable in variables:
@@ -316,7 +316,7 @@ def bytes_of_rank(variables: Sequence[Any], is_first: bool) -> int:
     return bytes_of_all(copied)
 
 
-def bytes_of_all(variables: Sequence[Any]) -> int:
+def bytes_of_all(variables: Sequence) -> int:
     """Return the size of variables."""
     return sum(
         int(np.prod(variable.shape)) * tf.as_dtype(variable.dtype).size for variable in variables

@@ -230,7 +230,7 @@ def full_name(record: Record) -> str:
     return str(record["name"] + record["part"])
 
 
-def identity(record: Record) -> tuple[Any, ...]:
+def identity(record: Record) -> tuple:
     """Return what two records have in common whose bytes are held once.
 
     Equal checksums of one variable are taken for equal values, as in a checkpoint on the disk.

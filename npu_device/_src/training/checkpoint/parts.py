@@ -153,7 +153,7 @@ def with_hidden_random_state(components: Mapping[str, Any]) -> list[str]:
     return names
 
 
-def _listed(component: Any) -> list[Any]:
+def _listed(component: Any) -> list:
     """Return variables that tf.train.Checkpoint may miss."""
     if _of_keras_3(component):
         variables: Any = getattr(component, "variables", ())

@@ -174,13 +174,13 @@ def _chosen(
 _PIECE = 1 << 22  # bytes that are sent at a time, as text where pickle isn't read
 
 
-def gather(world: World | None, value: Any) -> list[Any]:
+def gather(world: World | None, value: Any) -> list:
     if world is None:
         return [value]
     return world.objects(value, "checkpoint")
 
 
-def on_all_ranks(world: World | None, action: Callable[[], Any], title: str) -> list[Any]:
+def on_all_ranks(world: World | None, action: Callable[[], Any], title: str) -> list:
     """Do a part of the work on every rank; return the results by rank, or raise CheckpointError with all problems."""
     result = problem = None
     try:

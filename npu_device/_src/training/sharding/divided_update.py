@@ -102,7 +102,7 @@ class DividedUpdate:
         self.optimizer = optimizer
         self.averages_are_whole = averages_are_whole
         self._world = world
-        self._trained: list[Any] = []  # in the order of the slots
+        self._trained: list = []  # in the order of the slots
         self._owners: dict[int, int] = {}  # by the id of TensorFlow's variable
         self._slots = OptimizerSlots(world.job, world.group, self)
         self._is_building = False
@@ -113,7 +113,7 @@ class DividedUpdate:
 
     # Shares
 
-    def build(self, build: Callable[[Sequence[Any]], None], variables: Sequence[Any]) -> str:
+    def build(self, build: Callable[[Sequence], None], variables: Sequence) -> str:
         """Build the optimizer, with memory for the slots of this rank only. Return why it can't be divided, or ""."""
         if compat.is_optimizer_built(self.optimizer):
             return self._adopt(variables)
@@ -125,7 +125,7 @@ class DividedUpdate:
             self._is_building = False
         return self._undo_if_not_exact()
 
-    def _plan(self, variables: Sequence[Any]) -> None:
+    def _plan(self, variables: Sequence) -> None:
         self._trained = list(variables)
         owners = owners_of(variables, self._world.size)
         self._owners = dict(zip(map(_key, variables), owners))
@@ -134,7 +134,7 @@ class DividedUpdate:
         """Return the owner of a variable, a rank of the group; None if the optimizer isn't built for it."""
         return self._owners.get(_key(variable))
 
-    def owners(self, variables: Sequence[Any]) -> list[int] | None:
+    def owners(self, variables: Sequence) -> list[int] | None:
         """Return the owner of each variable; None if the optimizer isn't built for one, which Keras refuses."""
         owners = []
         for variable in variables:
@@ -171,7 +171,7 @@ class DividedUpdate:
             return ""
         return self._adopt(())
 
-    def _adopt(self, variables: Sequence[Any]) -> str:
+    def _adopt(self, variables: Sequence) -> str:
         trained = compat.trained_in_order(self.optimizer, variables)
         if trained is None:
             return "it was built for other variables than those of its first step"
@@ -186,7 +186,7 @@ class DividedUpdate:
                         compat.watch_reads(slot)
         return self._undo_if_not_exact()
 
-    def _whole_slots(self) -> list[Any]:
+    def _whole_slots(self) -> list:
         if self.averages_are_whole:
             return compat.averages_of(self.optimizer)
         return []
@@ -217,7 +217,7 @@ class DividedUpdate:
         owned = [slot for slot in slots if getattr(slot, compat.SHARE).owner == rank]
         return sum(map(bytes_of, owned)), sum(map(bytes_of, slots))
 
-    def prepare(self, optimizer: Any, variables: Sequence[Any]) -> None:
+    def prepare(self, optimizer: Any, variables: Sequence) -> None:
         """Build the optimizer, or the loss-scale optimizer around it, for all variables, before a step builds it for
         those of this rank.
         """
@@ -252,9 +252,9 @@ class DividedUpdate:
 
     def apply(
         self,
-        apply: Callable[..., Any],
+        apply: Callable,
         gradients: Sequence[Gradient],
-        variables: Sequence[Any],
+        variables: Sequence,
         reduce: Callable[[list[int]], Sequence[Gradient]],
         is_update: tf.Tensor | None = None,
     ) -> Any:
@@ -316,15 +316,13 @@ class DividedUpdate:
             self._send(changed, always_sent, earlier, is_update)
         return applied
 
-    def _count_and_send(
-        self, changed: Sequence[Any], earlier: int, is_update: tf.Tensor | None
-    ) -> None:
+    def _count_and_send(self, changed: Sequence, earlier: int, is_update: tf.Tensor | None) -> None:
         """Count the update of the slots within the step, and give all ranks the new values of variables."""
         self._slots.count_update(is_update)
         mark_update_end(self._changes_since(earlier))
         self._send(changed, [], earlier, is_update)
 
-    def _changed(self, variables: Sequence[Any], with_gradient: Sequence[int]) -> list[Any]:
+    def _changed(self, variables: Sequence, with_gradient: Sequence[int]) -> list:
         """Return the variables that an update changes."""
         is_keras_3 = compat.is_keras_3(compat.keras_of(self.optimizer))
         if is_keras_3 and self.optimizer.use_ema and not self.averages_are_whole:
@@ -337,8 +335,8 @@ class DividedUpdate:
 
     def _send(
         self,
-        changed: Sequence[Any],
-        always_sent: Sequence[Any],
+        changed: Sequence,
+        always_sent: Sequence,
         earlier: int,
         is_update: tf.Tensor | None,
     ) -> None:
@@ -351,7 +349,7 @@ class DividedUpdate:
                 # The ranks agree whether it is an update, as they count the same steps.
                 tf.cond(is_update, lambda: self._spread(changed), lambda: self._spread(always_sent))
 
-    def _spread(self, variables: Iterable[Any]) -> tf.Tensor:
+    def _spread(self, variables: Iterable) -> tf.Tensor:
         """Give all ranks the values that the owners of variables have now; return True."""
         variables = list(variables)
         if not variables:
@@ -382,7 +380,7 @@ class DividedUpdate:
             sent.append(tensor)
         return broadcast_from_owners(self._world.job, sent, owners, self._world.group)
 
-    def clip_by_global_norm(self, gradients: Sequence[Any]) -> list[Any]:
+    def clip_by_global_norm(self, gradients: Sequence) -> list:
         """Clip the gradients that this rank owns by the norm of those of all ranks."""
         owned = [compat.squared_norm(self.optimizer, gradient) for gradient in gradients]
         owners = [owner for owner, _ in self._counted]
@@ -390,7 +388,7 @@ class DividedUpdate:
         norms = self._from_owners(owned, specs, owners)
         return compat.clipped_by_global_norm(self.optimizer, gradients, norms)
 
-    def with_own_averages(self, act: Callable[[list[Any]], Any]) -> None:
+    def with_own_averages(self, act: Callable[[list], Any]) -> None:
         """Call a method on the variables that this rank owns, with their moving averages; outside an update, send the
         values that it gives them.
         """
@@ -411,7 +409,7 @@ class DividedUpdate:
             send()
         act()
 
-    def overwrite(self, act: Callable[[list[Any]], Any], variables: Sequence[Any]) -> None:
+    def overwrite(self, act: Callable[[list], Any], variables: Sequence) -> None:
         """Give some variables their averages by a method of tf-keras, on the ranks that own them; outside an update,
         send the values.
         """
@@ -421,7 +419,7 @@ class DividedUpdate:
         if not self._slots.is_updating:
             self._spread(variables)
 
-    def _lend_averages(self, averages: Sequence[Any]) -> Iterator[Any]:
+    def _lend_averages(self, averages: Sequence) -> Iterator[Any]:
         """Yield a variable for each average: on its owner the average itself, on the others one of the same value. What
         is done with it must be the same on all ranks.
         """

@@ -130,7 +130,7 @@ def _overwrite_in_tf_keras(self: Any, var_list: Any) -> None:
         update.overwrite(partial(method, self), list(var_list))
 
 
-_KERAS_3: dict[str, Callable[..., Any]] = {
+_KERAS_3: dict[str, Callable] = {
     "build": _build,
     "add_variable_from_reference": _add_variable_from_reference,
     "_clip_gradients": _clip_gradients,
@@ -138,7 +138,7 @@ _KERAS_3: dict[str, Callable[..., Any]] = {
     compat.OVERWRITE_WITH_AVERAGES: _overwrite_with_averages,
 }
 
-_TF_KERAS: dict[str, Callable[..., Any]] = {
+_TF_KERAS: dict[str, Callable] = {
     "build": _build_in_tf_keras,
     "add_variable_from_reference": _add_variable_in_tf_keras,
     "_clip_gradients": _clip_gradients,

@@ -75,7 +75,7 @@ class OptimizerSlots:
     """The slots of one optimizer, in the same order on every rank."""
 
     def __init__(self, job: Job, group: Group, user: Any) -> None:
-        self.variables: list[Any] = []
+        self.variables: list = []
         self._job = job
         self.is_updating = False
         self._lock = threading.Lock()
@@ -246,7 +246,7 @@ class OptimizerSlots:
 
         return [tf.cond(has_incoming, settle, lambda: has_incoming)]
 
-    def _settle(self, *flag: Any) -> list[Any]:
+    def _settle(self, *flag: Any) -> list:
         with self._lock:
             for index, incoming in self._incoming.items():
                 # What the owner's script has assigned stays: it makes the same call as the others.
@@ -354,7 +354,7 @@ class SlotExchange:
                     yield slots.keeper, (number, index, slots.updates), content
 
 
-def without_initial_slots(world: World, variables: Sequence[Any], root_rank: int) -> list[Any]:
+def without_initial_slots(world: World, variables: Sequence, root_rank: int) -> list:
     """Return variables without the slots of divided updates that the root neither owns nor has another value for than
     the initial one, which their owners have, too; every rank makes the call.
     """

@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 
-def owners_of(variables: Sequence[Any], size: int) -> list[int]:
+def owners_of(variables: Sequence, size: int) -> list[int]:
     """Return the owner of each variable, a rank of the group; only shapes and dtypes count, so that all ranks agree."""
     sizes = list(map(bytes_of, variables))
     held = [0] * size
