@@ -17,6 +17,7 @@ from ranks import LEAN
 pytestmark = pytest.mark.xdist_group("testing")
 
 OUTCOMES = """
+    import random
     import time
     import warnings
     import pytest
@@ -35,6 +36,8 @@ OUTCOMES = """
     @pytest.mark.parametrize("word", ["a", "b"])
     def test_passes(npu_ranks, word, made, tmp_path, job_tmp_path, capsys):
         rank = npu.distribute.rank()
+        npu.open(seed=ord(word))
+        assert random.random() == random.Random(ord(word)).random()
         print("hello")
         assert capsys.readouterr().out == "hello\\n"
         (made / word).touch()

@@ -60,6 +60,16 @@ def test_ranks_are_used_again_and_are_as_at_their_start() -> None:
     assert [pid for pid, _ in run(change_everything, fresh=True)] != [pid for pid, _ in first]
 
 
+def draw(seed: int) -> float:
+    npu.open(seed=seed)
+    return random.random()
+
+
+def test_each_call_may_set_a_seed() -> None:
+    for seed in (1, 1, 2):
+        assert run(draw, seed) == [random.Random(seed).random()] * 2
+
+
 def fail(wrong: int) -> None:
     if npu.distribute.rank() == wrong:
         print("what rank", wrong, "printed")

@@ -43,6 +43,8 @@ class Start:
         random.setstate(self._python_random)
         np.random.set_state(self._numpy_random)
         tf.random.set_seed(None)
+        # Otherwise, the same seed would do nothing in the next call, and another one would be an error.
+        device.forget_seed()
         tf.config.run_functions_eagerly(False)
         for keras, floatx, image_format, policy in self._keras:
             try:

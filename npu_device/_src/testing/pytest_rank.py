@@ -64,6 +64,8 @@ class _Rank:
 
     def run(self, name: str, successor: str | None, directory: str) -> Answer:
         """Run a test, and keep the fixtures that the next test of this rank needs, too."""
+        from npu_device._src.training.opening import device
+
         item = self._items.get(name)
         if item is None:
             return Answer(
@@ -73,6 +75,8 @@ class _Rank:
         self.directory = Path(directory)
         self._reports = []
         self._warnings = []
+        # Each test may set a seed of its own.
+        device.forget_seed()
         config = item.config
         # The announced test may need other fixtures than this one.
         if self._announced is not item:

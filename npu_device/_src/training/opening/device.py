@@ -228,6 +228,12 @@ def _set_seed(seed: int | None) -> None:
     tf.random.set_seed(seed)
 
 
+def forget_seed() -> None:
+    """Let the next ``npu.open(seed=…)`` set the random states again, for processes that answer call after call."""
+    global _seed
+    _seed = None
+
+
 def _checked(seed: Any) -> int:
     """Return a seed as Python's integer."""
     try:
