@@ -43,7 +43,7 @@ _SEARCHES = 64  # most searches of a job: a loop may broadcast in each step
 _REMEDY = "; or use npu.distribute.SyncBatchNormalization(...) instead of BatchNormalization(synchronized=True, ...)."
 _ALONE = (
     "batch normalization with synchronized=True uses the samples of each rank by itself: %s.\nLikely cause: the loop "
-    "reduces gradients itself, and no variables were broadcast before the layer was first called.\nWhat to do: call "
+    "reduces gradients itself, and no variables were broadcast before the first step.\nWhat to do: call "
     f"npu.distribute.broadcast(model.weights) before the first step{_REMEDY}"
 )
 _TRACED_ALONE = (
