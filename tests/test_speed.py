@@ -102,7 +102,7 @@ def test_two_ranks_that_need_half_of_the_time_are_faster(
 
 
 SHORT_EPOCHS = """
-import sys, time
+import gc, sys, time
 import numpy as np
 from npu_device._src.speed import step_clock
 from npu_device._src.speed.timed_process import TimedProcess
@@ -122,7 +122,11 @@ class Waits(keras.callbacks.Callback):
 model = keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
 model.compile("sgd", "mse")
 x, y = np.ones([16, 4], "float32"), np.ones([16, 1], "float32")
+# Only who asks for it collects garbage now: the clock, before the timed steps.
+gc.disable()
+collections = gc.get_stats()[2]["collections"]
 model.fit(x, y, batch_size=4, epochs=14, verbose=0, validation_data=(x, y), callbacks=[Waits()])
+assert gc.get_stats()[2]["collections"] == collections + 1
 """
 
 
