@@ -68,6 +68,18 @@ def test_fit(way: Way, on_cpu: Callable[[str], Pool], keras: str) -> None:
             )
 
 
+@pytest.mark.parametrize("keras", ["2", "3"], ids=["keras2", "keras3"])
+def test_divided_updates(
+    way: Way, on_cpu: Callable[[str], Pool], tmp_path: Path, keras: str
+) -> None:
+    """NCCL has no reduce-scatter in TensorFlow, and each rank makes all updates there."""
+    [(weights, slots)] = on_cpu(keras).run(bodies.divided_fit, str(tmp_path))
+    ranks = way.pool(2, keras).run(bodies.divided_fit, str(tmp_path))
+    for found, _ in ranks:
+        np.testing.assert_allclose(found, weights, rtol=2e-3, atol=2e-3)
+    np.testing.assert_allclose(ranks[0][1], slots, rtol=2e-3, atol=2e-3)
+
+
 def test_the_first_segment_travels_during_backward(way: Way, tmp_path: Path) -> None:
     if way.apart:
         pytest.skip(
