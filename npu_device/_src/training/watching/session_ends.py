@@ -22,9 +22,22 @@ from npu_device._src.cluster.rank_errors import ClusterError
 from npu_device._src.cluster.time_limits import LAST_WORD_SECONDS
 from npu_device._src.collectives.job import Job, current
 from npu_device._src.training.watching.digests import differences, variable_name
-from npu_device._src.training.watching.last_word import ENDED_APART, checksum_of_pieces
+from npu_device._src.training.watching.last_word import checksum_of_pieces
 
 _log = logging.getLogger("npu_device")
+
+CAUSES = (
+    "a rank that changed a variable alone (an assign, a hook, a restored checkpoint); gradients that were applied "
+    "without a reduction; or a learning rate that is computed from the global step while the update changes it."
+)
+REMEDY = (
+    "make the change on every rank, or run the operation npu_bridge.estimator.npu.npu_hook.broadcast_global_variables"
+    "(0) after it; change the global step under tf.control_dependencies([learning_rate]). NPU_DEVICE_AUDIT=1 finds "
+    "the step."
+)
+_ENDED_APART = (
+    f"the ranks ended with different values for %s\nLikely cause: {CAUSES}\nWhat to do: {REMEDY}"
+)
 
 # References to the variables of a graph that are equal on all ranks, by the names of their operations.
 _Variables = dict[str, weakref.ref[Any]]
@@ -97,7 +110,7 @@ class SessionEnds:
         rows = [[answer[name] for name in names] for answer in answers]
         difference = differences(cluster, range(cluster.world_size), names, rows)
         if difference is not None:
-            _log.warning(ENDED_APART, difference[1])
+            _log.warning(_ENDED_APART, difference[1])
 
 
 def _to_be_equal(noted: _Variables) -> Iterator:

@@ -20,6 +20,7 @@ from npu_device._src.training.watching import digests
 from npu_device._src.training.watching.digests import checksum, variable_name
 from npu_device._src.training.watching.same_variables import as_many_as_gradients, note_equal
 from npu_device._src.training.watching.schedule import NEVER, next_look
+from npu_device._src.training.watching.session_ends import CAUSES, REMEDY
 from npu_device._src.world.world import World, value_of
 
 _log = logging.getLogger("npu_device")
@@ -30,11 +31,7 @@ _HOOK = (
 )
 _DRIFTED = (
     "the ranks have drifted apart in a session: seen after step %d (after step %d they were equal), in %s\n"
-    "Likely cause: a rank that changed a variable alone (an assign, a hook, a restored checkpoint); gradients that "
-    "were applied without a reduction; or a learning rate that is computed from the global step while the update "
-    "changes it.\nWhat to do: make the change on every rank, or run the operation "
-    "npu_bridge.estimator.npu.npu_hook.broadcast_global_variables(0) after it; change the global step under "
-    "tf.control_dependencies([learning_rate]). NPU_DEVICE_AUDIT=1 finds the step."
+    f"Likely cause: {CAUSES}\nWhat to do: {REMEDY}"
 )
 _MOST_GRAPHS = 100  # graphs of sessions whose variables are compared
 _MOST_SESSIONS = 16  # sessions of a graph whose last checksums are kept
