@@ -354,6 +354,24 @@ def test_a_rank_killed_after_the_last_step(tmp_path: Path) -> None:
     assert [result.code for result in results] == [0, -signal.SIGKILL], results
 
 
+def test_ctrl_c_shows_the_lines_of_the_script_alone(tmp_path: Path) -> None:
+    stop = """
+class Stop(tf.keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 2:
+            os.kill(os.getpid(), 2)
+            time.sleep(5)
+model = npu.distribute.replicate(tf.keras.Sequential([tf.keras.Input([3]), tf.keras.layers.Dense(1)]))
+model.compile("sgd", "mse")
+model.fit(tf.ones([64, 3]), tf.ones([64, 1]), batch_size=4, verbose=0, callbacks=[Stop()])
+"""
+    for ended in job.run(tmp_path, 2, BEGIN + stop):
+        assert ended.code in (-signal.SIGINT, 128 + signal.SIGINT), ended.output
+        trace = ended.output.split("Traceback (most recent call last):")[1]
+        assert "KeyboardInterrupt" in trace and "model.fit(" in trace
+        assert "site-packages" not in trace
+
+
 def test_the_page_names_tests_that_exist() -> None:
     tests = Path(__file__).parent
     named = re.findall(

@@ -239,6 +239,11 @@ class Health:
             self._report_failure({**record, "error": self._gave_up})
         with self._lock:
             self._failure = self._failure or record["error"]
+        if isinstance(error, KeyboardInterrupt) and self._previous_hook is sys.__excepthook__:
+            # Who pressed Ctrl-C knows the cause, and each rank would print dozens of TensorFlow's frames.
+            text, _ = without_libraries(record["errors"])
+            print(text, file=sys.stderr, flush=True)
+            return
         self._previous_hook(error_type, error, trace)
 
     def _is_secondary(self, error: BaseException) -> bool:
