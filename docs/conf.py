@@ -58,11 +58,9 @@ extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
-    "sphinx_design",
     "sphinx_copybutton",
 ]
 exclude_patterns: list[str] = []
-myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
