@@ -151,7 +151,7 @@ def test_a_host_sends_what_the_other_lacks() -> None:
         for host, memory in enumerate(pair.memories):
             for rank in (0, 1):
                 slot = memory.received[SLOTS * rank]
-                assert slot.look() and slot.header["rank"] == 2 * (1 - host) + rank
+                assert slot.load_header() and slot.header["rank"] == 2 * (1 - host) + rank
                 name = f"rank-{slot.header['rank']}"
                 assert [bytes(read(span) or b"") for span in slot.spans()] == [name.encode()]
                 assert slot.size < 1000
@@ -164,7 +164,7 @@ def test_a_host_sends_what_the_other_lacks() -> None:
             slot.note_sent()
         pair.wait()
         slot = pair.memories[1].received[0]
-        assert slot.look() and [read(span) for span in slot.spans()] == [shared]
+        assert slot.load_header() and [read(span) for span in slot.spans()] == [shared]
     assert not pair.said
 
 
@@ -188,7 +188,7 @@ COPYING = """
     manifest = {"world_size": size, "notes": {"from": "memory"}, "variables": ["v"]}
     header = {"attempt": 0, "step": 2, "rank": rank, "directory": "/proc/self/cwd/parts", "keep": 3}
     slots[0].write({**header, "manifest": manifest, "records": records}, contents)
-    while received and not received[0].look():
+    while received and not received[0].load_header():
         time.sleep(0.02)
     open("copied", "w").close()
     time.sleep(float(sys.argv[1]))
@@ -277,7 +277,7 @@ RING = """
     ]
     header = {"attempt": 0, "step": 2, "rank": rank, "directory": "", "records": records}
     slots[0].write(header, list(map(memoryview, contents.values())))
-    while slots[0].is_unsent or not received[0].look():
+    while slots[0].is_unsent or not received[0].load_header():
         time.sleep(0.02)
     print(f"holds rank {received[0].header['rank']}, {received[0].size} bytes", flush=True)
 """
@@ -329,7 +329,7 @@ def test_half_a_copy_of_another_host_is_never_used() -> None:
                     line.send({"is_whole": is_whole})
                     assert line.receive(5, silent="", closed="") == {"is_taken": True}
             # One connection after the other is handled.
-            assert not received.look()
+            assert not received.load_header()
         # The other host is gone: the ranks go on copying, and one line tells it.
         pair.neighbours[0].send_to(("127.0.0.1", free_port()))
         for step in (6, 8):
@@ -461,15 +461,15 @@ def test_too_little_memory_is_an_error_and_a_full_one_a_warning(
 def test_a_slot_takes_what_is_complete_only() -> None:
     slot = Slot(os.memfd_create("test"))
     try:
-        assert not slot.look()
+        assert not slot.load_header()
         content = memoryview(bytes(range(256)) * 20_000)
         header = {"step": 3, "records": [{"bytes": len(content), "crc": 0, "held": True}]}
         slot.write(header, [content])
-        assert slot.look() and slot.header == header
+        assert slot.load_header() and slot.header == header
         # Another checksum than that of the content.
         assert [read(span) for span in slot.spans()] == [None]
         slot.clear()
-        assert not slot.look() and slot.size > len(content)
+        assert not slot.load_header() and slot.size > len(content)
         header["records"] = [{"bytes": 1 << 50, "crc": 0, "held": True}]
         with pytest.raises(MemoryError, match=r"MB more, and .* are free"):
             slot.begin(header)

@@ -64,7 +64,7 @@ _ENTRIES = [("nodeA", 0, None), ("nodeA", 1, None), ("nodeB", 0, None), ("nodeB"
 
 
 @pytest.mark.parametrize(
-    ("table", "of_pods", "expected"),
+    ("table", "has_pods", "expected"),
     [
         (VERSION_1_0, False, _ENTRIES),
         (
@@ -86,12 +86,12 @@ _ENTRIES = [("nodeA", 0, None), ("nodeA", 1, None), ("nodeB", 0, None), ("nodeB"
     ids=["1.0", "1.2", "pods", "lab"],
 )
 def test_every_form_of_a_table_is_read(
-    table: Any, of_pods: bool, expected: list[tuple[str, int, str | None]], tmp_path: Path
+    table: Any, has_pods: bool, expected: list[tuple[str, int, str | None]], tmp_path: Path
 ) -> None:
     found = load(tmp_path, table)
-    assert (found.size, found.of_pods) == (len(expected), of_pods)
+    assert (found.size, found.has_pods) == (len(expected), has_pods)
     assert [entry.rank for entry in found.devices] == list(range(len(expected)))
-    assert [(entry.server, entry.device_id, entry.pod) for entry in found.devices] == expected
+    assert [(entry.server_id, entry.device_id, entry.pod) for entry in found.devices] == expected
     first, host = found.devices[0], "10.0.0.1" if "version" in table else None
     assert (first.host_ip, first.host_port) == (host, host and 61000)
     assert first.device_ip is not None and found.devices[2].host_ip is None

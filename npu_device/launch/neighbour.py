@@ -86,7 +86,7 @@ class Neighbour:
     def _send_all(self) -> None:
         while not self._has_ended.wait(COPY_LOOK_SECONDS):
             for number, slot in enumerate(self._slots_of_sender):
-                if slot.is_unsent and slot.look():
+                if slot.is_unsent and slot.load_header():
                     self._try_to_send(number, slot)
 
     def _try_to_send(self, number: int, slot: Slot) -> None:
@@ -105,7 +105,7 @@ class Neighbour:
                     "What to do: let all hosts of the job reach each other at the ports of NPU_DEVICE_PORT_RANGE."
                 )
         # Noted even if that failed: the ranks wait for it before they make the next copy.
-        if slot.look() and slot.key == key:
+        if slot.load_header() and slot.key == key:
             slot.note_sent()
 
     def _send(self, address: Address, number: int, slot: Slot) -> None:
@@ -125,7 +125,7 @@ class Neighbour:
                 if index in lacking and size:
                     connection.sendfile(file, span.position, size)
             # A rank of another attempt may have replaced it meanwhile.
-            line.send({"is_whole": slot.look() and slot.key == key})
+            line.send({"is_whole": slot.load_header() and slot.key == key})
             _answer(line)
 
     # Taking
@@ -169,7 +169,9 @@ class Neighbour:
         """Return what this host has of a copy itself, once it is made: all hosts make it at the same time."""
         deadline = time.monotonic() + COPY_END_SECONDS
         while True:
-            copied = [slot for slot in self._slots_of_taker if slot.look() and slot.key == key]
+            copied = [
+                slot for slot in self._slots_of_taker if slot.load_header() and slot.key == key
+            ]
             if len(copied) >= len(self._slots_of_taker) // SLOTS or time.monotonic() > deadline:
                 return {identity(span.record) for slot in copied for span in slot.spans()}
             time.sleep(COPY_LOOK_SECONDS)

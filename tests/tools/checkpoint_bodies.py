@@ -225,7 +225,7 @@ def body_two_ask() -> None:
                     assert second == first
                 tell(watch, "second", second)
             deadline, step = time.monotonic() + 10.0, 1
-            while not watch.is_last_step():
+            while not watch.count_step():
                 step += 1
                 assert time.monotonic() < deadline, f"step {step}"
             assert ranks.objects(step, "last step") == [step] * ranks.size

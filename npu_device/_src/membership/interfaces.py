@@ -35,17 +35,18 @@ def announced_address() -> str | None:
     # A link-local address means nothing without the interface, which other hosts name differently.
     global_ipv6 = [(name, address) for name, address in _ipv6() if not address.is_link_local]
     interfaces = _ipv4() + global_ipv6
+    # Addresses of the loopback come last: one of them is announced only if there is no other.
     for name, address in sorted(interfaces, key=lambda pair: pair[1].is_loopback):
-        # Sorted above, so that an address of the loopback is taken only if there is no other.
         if _is_allowed(name, names):
             return str(address)
+    listed = ", ".join(f"{name} ({address})" for name, address in interfaces) or "none"
     _log.warning(
         "HCCL_SOCKET_IFNAME is %r, and no interface of host %s with an address has such a name: this rank announces "
         "the address from which it connects. The interfaces are %s.\n"
         "What to do: name one of these (=eth0), or the beginning of several (eth), or unset the variable.",
         names,
         socket.gethostname(),
-        ", ".join(f"{name} ({address})" for name, address in interfaces) or "none",
+        listed,
     )
     return None
 
@@ -94,10 +95,10 @@ def _ipv4() -> _Interfaces:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         request = struct.pack("iP", length, begin)
         used = struct.unpack("iP", fcntl.ioctl(any_socket, _GET_ADDRESSES, request))[0]
-    records = _IFREQ.iter_unpack(space.tobytes()[:used])
-    return [
-        (name.rstrip(b"\0").decode(), ipaddress.IPv4Address(packed)) for name, packed in records
-    ]
+    interfaces: _Interfaces = []
+    for name, packed in _IFREQ.iter_unpack(space.tobytes()[:used]):
+        interfaces.append((name.rstrip(b"\0").decode(), ipaddress.IPv4Address(packed)))
+    return interfaces
 
 
 def _ipv6() -> _Interfaces:

@@ -132,6 +132,8 @@ def _slurm() -> Launched | None:
     # Slurm shortens lists of hosts. The first name is wanted: rack2n007-ib of rack[2-3]n[007,9-11]-ib,login1.
     pattern = re.findall(r"(?:\[[^\]]*\]|[^,\[])*", nodes)[0]
     node_of_task_0 = re.sub(r"\[(\w+)[^\]]*\]", r"\1", pattern)
+    job_id = environment.SLURM_JOB_ID.get()
+    step_id = environment.SLURM_STEP_ID.get()
     return Launched(
         launcher="Slurm",
         variable=environment.SLURM_PROCID.name,
@@ -141,18 +143,15 @@ def _slurm() -> Launched | None:
         # A list without brackets or commas is one node.
         on_one_host=node_of_task_0 == nodes,
         node=environment.SLURMD_NODENAME.get() or "",
-        job=f"{environment.SLURM_JOB_ID.get()}.{environment.SLURM_STEP_ID.get()}",
+        job=f"{job_id}.{step_id}",
         # Slurm puts task 0 on the first node, unless a host file orders the tasks.
         address=node_of_task_0,
     )
 
 
 def _torchrun() -> Launched | None:
-    if not (
-        environment.RANK.is_set()
-        and environment.WORLD_SIZE.is_set()
-        and environment.MASTER_ADDR.is_set()
-    ):
+    required = (environment.RANK, environment.WORLD_SIZE, environment.MASTER_ADDR)
+    if not all(variable.is_set() for variable in required):
         return None
     rank = environment.RANK.get()
     size = environment.WORLD_SIZE.get()
@@ -201,7 +200,7 @@ def _jax() -> Launched | None:
 _STARTED_BY_NPURUN = "start the script with npurun on every node, without options: npurun train.py"
 _OR_NPURUN = "or let npurun start the ranks: npurun -n N train.py"
 _SEVERAL = "the job has several processes"
-_SAYS: tuple[tuple[Variable[int | None], str, str], ...] = (
+_SEVERAL_PROCESSES: tuple[tuple[Variable[int | None], str, str], ...] = (
     (
         environment.PET_NNODES,
         "Kubeflow's torch runtime has started one process per node",
@@ -240,11 +239,11 @@ def require_single() -> None:
     # The user has said that this process is to train alone.
     if environment.NPU_DEVICE_LAUNCHER.get() == "off":
         return
-    for variable, meaning, remedy in _SAYS:
-        size = variable.get()
-        if size is not None and size > 1:
+    for variable, meaning, remedy in _SEVERAL_PROCESSES:
+        count = variable.get()
+        if count is not None and count > 1:
             raise ClusterError(
-                f"{variable.name} is {size}: {meaning}, but nothing gives this one a rank. It would train a model of "
+                f"{variable.name} is {count}: {meaning}, but nothing gives this one a rank. It would train a model of "
                 f"its own.\nWhat to do: {remedy}. For a training on this process alone, set NPU_DEVICE_LAUNCHER=off."
             )
 
@@ -302,7 +301,7 @@ def read_mpi() -> Launched | None:
         job = ""
         if job_variable is not None:
             job = job_variable.get() or ""
-        # The ranks of one host have the same starter, whose number names the job.
+        # The ranks of one host have the same starter, whose process id names the job.
         if not job and on_one_host and size > 1:
             job = _starter(local_rank)
         return Launched(
@@ -323,8 +322,8 @@ def _starter(variable: Variable[int | None]) -> str:
     for pid, started in ancestors():
         try:
             variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        # Another user's process can't be read, and is no rank.
         except OSError:
+            # Another user's process can't be read, and is no rank.
             variables = []
         if not any(text.startswith(prefix) for text in variables):
             return f"{pid}-{started}"
@@ -343,8 +342,8 @@ def _ask_mpi(launched: Launched) -> tuple[tuple[str, ...], int, bytes]:
     )
     try:
         mpi: Any = importlib.import_module("mpi4py.MPI")
-    # mpi4py raises a RuntimeError if it finds no library of MPI.
     except (ImportError, RuntimeError) as error:
+        # mpi4py raises a RuntimeError if it finds no library of MPI.
         raise ClusterError(
             f"{problem}. mpi4py could ask MPI, but can't be imported: {error}.\n{remedy}"
         ) from error
@@ -359,12 +358,13 @@ def _ask_mpi(launched: Launched) -> tuple[tuple[str, ...], int, bytes]:
         port = ReservedPort(environment.NPU_DEVICE_PORT_RANGE.get())
         # Rank 0 itself must not listen there: the hub does.
         port.leave_to_server()
-        # The port is held until the hub, which this rank starts, has it, and longer.
+        # Kept for as long as the process lives: without this reference the socket would be closed, and another process
+        # could get the port before the hub binds it.
         _reserved.append(port)
         hosts = [socket.gethostname(), *addresses_of_this_host()]
         announced = announced_address()
         if announced:
             hosts = [announced]
         choice = tuple(hosts), port.number, secrets.token_hex(32).encode()
-    hosts, number, secret = world.bcast(choice)
-    return hosts, number, secret
+    hosts, port_number, secret = world.bcast(choice)
+    return hosts, port_number, secret

@@ -57,9 +57,8 @@ class ParentRank:
 
     @classmethod
     def of(cls, cluster: Cluster, pid: int) -> ParentRank:
-        return cls(
-            pid, cluster.rank, cluster.world_size, ranges(cluster.neighbours), cluster.device_id
-        )
+        neighbours = ranges(cluster.neighbours)
+        return cls(pid, cluster.rank, cluster.world_size, neighbours, cluster.device_id)
 
 
 def mark(cluster: Cluster) -> None:
@@ -68,7 +67,7 @@ def mark(cluster: Cluster) -> None:
 
 def mark_as_candidate() -> None:
     """Mark the environment of this process, which may become a rank, unless its parent is a rank or a candidate."""
-    # Without these variables, this process can't become a rank.
+    # A process without any of these variables can't become a rank.
     if not any(variable.is_set() for variable in OF_A_RANK):
         return
     mark = _mark_of_another_process()
@@ -90,7 +89,7 @@ def mark_as_child(parent: dict[str, Any]) -> None:
 
 
 def _mark(pid: int, **fields: Any) -> None:
-    # The start time goes with the number of a process, which may be used again.
+    # The start time goes with the process id, which may be used again.
     fields = {"since": start_time(pid), "variables": _fingerprint(), "pid": pid, **fields}
     environment.NPU_DEVICE_RANK_PROCESS.set(json.dumps(fields, separators=(",", ":")))
 
@@ -103,13 +102,13 @@ def inherited() -> ParentRank | None:
     del mark["since"]
     try:
         return ParentRank(**mark)
-    # A different version of the package has written the mark.
     except TypeError:
+        # A different version of the package has written the mark.
         return None
 
 
 def candidate() -> int | None:
-    """Return the number of the running process that has started this one, and may become the rank itself."""
+    """Return the id of the running process that has started this one, and may become the rank itself."""
     mark = _mark_of_another_process()
     if mark is None or "rank" in mark or not _is_running(mark):
         return None
@@ -117,7 +116,7 @@ def candidate() -> int | None:
 
 
 def _is_running(mark: dict[str, Any]) -> bool:
-    """Return True if the process that has made a mark is running; its number may belong to a later process."""
+    """Return True if the process that has made a mark is running; its id may belong to a later process."""
     return bool(start_time(mark["pid"]) == mark["since"])
 
 
@@ -128,13 +127,8 @@ def _mark_of_another_process() -> dict[str, Any] | None:
         pid = int(mark["pid"])
         started = mark["since"]
         variables = mark.pop("variables")
-    except (
-        ValueError,
-        TypeError,
-        KeyError,
-        AttributeError,
-        # A different version of the package has written the mark.
-    ):
+    except (ValueError, TypeError, KeyError, AttributeError):
+        # There is no mark, or a different version of the package has written it.
         return None
     # This is the process's own mark.
     if (pid, started) == (os.getpid(), start_time(os.getpid())):

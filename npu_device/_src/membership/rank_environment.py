@@ -32,9 +32,9 @@ def rank_table(
     servers = []
     for index, node in enumerate(nodes):
         ranks = range(index * nproc_per_node, (index + 1) * nproc_per_node)
-        devices = [
-            {"device_id": str(local), "rank_id": str(rank)} for local, rank in enumerate(ranks)
-        ]
+        devices = []
+        for device_id, rank in enumerate(ranks):
+            devices.append({"device_id": str(device_id), "rank_id": str(rank)})
         meeting = {}
         if index == 0:
             meeting["host_ip"] = master_addr

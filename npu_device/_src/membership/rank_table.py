@@ -24,7 +24,7 @@ class TableDevice:
     """One device of the table, which is one rank."""
 
     rank: int
-    server: str  # server_id of its server
+    server_id: str
     device_id: int
     host_ip: str | None  # address or name of the server, if given
     device_ip: str | None  # address of the device, if given
@@ -40,7 +40,7 @@ class RankTable:
     path: str
     devices: tuple[TableDevice, ...]  # devices by rank
     # True for the forms with ``group_list``, in which a process may be named by its pod.
-    of_pods: bool
+    has_pods: bool
     checksum: int  # the same for equal tables, whatever their formatting
 
     @property
@@ -74,14 +74,12 @@ def load(path: str, timeout: float) -> RankTable:
 def _read(table: Fields) -> RankTable:
     if table.content["status"] != "completed":
         raise table.wrong("status", '"completed" or "initializing"')
-    of_pods = False
-    # Tables of versions 1.0 and 1.2 have this field.
+    has_pods = False
     if "server_list" in table.content:
         devices = _read_servers(table)
-    # The older cloud form and the lab form have this field.
     elif "group_list" in table.content:
         devices = _read_groups(table)
-        of_pods = True
+        has_pods = True
     else:
         raise table.wrong("server_list", "a list of servers (or group_list, in the older forms)")
     devices.sort(key=lambda device: device.rank)
@@ -89,71 +87,74 @@ def _read(table: Fields) -> RankTable:
     _check_devices(table.path, devices)
     # Tools of different hosts may format the same table differently.
     normalised = json.dumps(table.content, sort_keys=True, separators=(",", ":"))
-    # All ranks must have the same table, which they compare by this number.
-    return RankTable(table.path, tuple(devices), of_pods, zlib.crc32(normalised.encode()))
+    # All ranks must have the same table, and compare the checksum.
+    checksum = zlib.crc32(normalised.encode())
+    return RankTable(table.path, tuple(devices), has_pods, checksum)
 
 
-# Tables of versions 1.0 and 1.2 have this field.
 def _read_servers(table: Fields) -> list[TableDevice]:
+    """Read a table of version 1.0 or 1.2."""
     version = table.text("version", '"1.0" or "1.2"')
     if version not in ("1.0", "1.2"):
         raise table.wrong("version", '"1.0" or "1.2"')
     servers = table.objects("server_list")
-    table.counts("server_count", len(servers), "entries of server_list")
+    table.check_count("server_count", len(servers), "entries of server_list")
     devices: list[TableDevice] = []
-    names: list[str] = []
+    server_ids: list[str] = []
     for server in servers:
-        name = server.text("server_id", "text of 1 to 64 characters", limit=64)
-        # With a name twice, the ranks of one server would be taken for those of two.
-        if name in names:
-            raise server.wrong(
-                "server_id", f"another one: server_list[{names.index(name)}] has the same"
-            )
-        names.append(name)
+        server_id = server.text("server_id", "text of 1 to 64 characters", limit=64)
+        # Servers are told apart by this id: with one id twice, ranks of two servers would be taken for neighbours.
+        if server_id in server_ids:
+            twin = server_ids.index(server_id)
+            raise server.wrong("server_id", f"another one: server_list[{twin}] has the same")
+        server_ids.append(server_id)
         host_ip = server.optional_text("host_ip")
         for fields in server.objects("device"):
-            devices.append(_device(fields, fields.number("rank_id"), name, host_ip, None))
+            rank = fields.whole_number("rank_id")
+            devices.append(_device(fields, rank, server_id, host_ip, None))
     return devices
 
 
 def _read_groups(table: Fields) -> list[TableDevice]:
+    """Read a table of the older cloud form or of the lab form."""
     groups = table.objects("group_list")
-    table.counts("group_count", len(groups), "entries of group_list")
+    table.check_count("group_count", len(groups), "entries of group_list")
     # All groups together make up the world, in file order.
     pairs: list[tuple[Fields, Fields]] = []
     for group in groups:
         instances = group.objects("instance_list")
-        group.counts("instance_count", len(instances), "entries of instance_list")
+        group.check_count("instance_count", len(instances), "entries of instance_list")
         count_before = len(pairs)
         # An instance is one process with its devices.
         for instance in instances:
             pairs += [(instance, fields) for fields in instance.objects("devices")]
-        group.counts("device_count", len(pairs) - count_before, "devices of the group")
+        group.check_count("device_count", len(pairs) - count_before, "devices of the group")
     is_lab = any("rank_id" in instance.content for instance, _ in pairs)
     devices = []
     for position, (instance, fields) in enumerate(pairs):
         if is_lab:
-            rank = instance.number("rank_id")
+            rank = instance.whole_number("rank_id")
             pod = instance.optional_text("pod_name")
         else:
             rank = position
             pod = instance.text("pod_name", "the pod's name")
         # The limit of 64 characters is Ascend's.
-        server = instance.text("server_id", "text of 1 to 64 characters", limit=64)
-        devices.append(_device(fields, rank, server, instance.optional_text("host_ip"), pod))
+        server_id = instance.text("server_id", "text of 1 to 64 characters", limit=64)
+        host_ip = instance.optional_text("host_ip")
+        devices.append(_device(fields, rank, server_id, host_ip, pod))
     return devices
 
 
 def _device(
-    fields: Fields, rank: int, server: str, host_ip: str | None, pod: str | None
+    fields: Fields, rank: int, server_id: str, host_ip: str | None, pod: str | None
 ) -> TableDevice:
     host_port = None
     if fields.has("host_port"):
-        host_port = fields.number("host_port", "a port from 1 to 65535", 1, 65535)
+        host_port = fields.whole_number("host_port", "a port from 1 to 65535", 1, 65535)
     return TableDevice(
         rank=rank,
-        server=server,
-        device_id=fields.number("device_id"),
+        server_id=server_id,
+        device_id=fields.whole_number("device_id"),
         host_ip=host_ip,
         device_ip=fields.optional_address("device_ip"),
         host_port=host_port,
@@ -181,24 +182,24 @@ def _check_ranks(path: str, devices: Sequence[TableDevice]) -> None:
         )
     finished_servers: set[str] = set()
     for previous, device in zip(devices, devices[1:]):
-        if device.server != previous.server:
-            finished_servers.add(previous.server)
-        if device.server in finished_servers:
+        if device.server_id != previous.server_id:
+            finished_servers.add(previous.server_id)
+        if device.server_id in finished_servers:
             raise fault(
                 path,
-                f"{device.location} is rank {device.rank} on server {device.server!r}, after rank {previous.rank} on "
-                "another; expected consecutive ranks on each server",
+                f"{device.location} is rank {device.rank} on server {device.server_id!r}, after rank "
+                f"{previous.rank} on another; expected consecutive ranks on each server",
             )
 
 
 def _check_devices(path: str, devices: Sequence[TableDevice]) -> None:
-    by_number: dict[tuple[str, int], TableDevice] = {}
+    by_server_and_id: dict[tuple[str, int], TableDevice] = {}
     for device in devices:
-        twin = by_number.setdefault((device.server, device.device_id), device)
+        twin = by_server_and_id.setdefault((device.server_id, device.device_id), device)
         if twin is not device:
             raise fault(
                 path,
-                f"device_id {device.device_id} of server {device.server!r} appears twice, in {twin.location} and "
+                f"device_id {device.device_id} of server {device.server_id!r} appears twice, in {twin.location} and "
                 f"{device.location}; expected one rank per device",
             )
     addressed = [device for device in devices if device.device_ip is not None]
@@ -272,7 +273,7 @@ class Fields:
             raise self.wrong(name, expected)
         return text.strip()
 
-    def number(
+    def whole_number(
         self,
         name: str,
         expected: str = "a whole number from 0",
@@ -301,10 +302,11 @@ class Fields:
         except ValueError:
             raise self.wrong(name, "an IPv4 or IPv6 address") from None
 
-    def counts(self, name: str, number: int, noun: str) -> None:
+    def check_count(self, name: str, count: int, noun: str) -> None:
         """Check an optional field that says how many of something the table lists."""
-        if name in self.content and self.number(name, f"the number of {noun}") != number:
-            raise self.wrong(name, f"{number}, the number of {noun}")
+        meaning = f"the number of {noun}"
+        if name in self.content and self.whole_number(name, meaning) != count:
+            raise self.wrong(name, f"{count}, {meaning}")
 
     def objects(self, name: str) -> list[Fields]:
         contents = self.content.get(name)

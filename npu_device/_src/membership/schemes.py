@@ -42,7 +42,7 @@ def _size_and_launcher() -> tuple[int, Launched | None]:
     size = _described_size()
     launched = launchers.read()
     if launched is None:
-        # Without a rank, each of several processes would train alone.
+        # If nothing gives the processes ranks, each of them would train alone.
         if size in (None, 1):
             launchers.require_single()
         return size or 1, None
@@ -72,7 +72,7 @@ def _size_by_ascends_variables() -> int | None:
             "table, the second to a job without one.\nWhat to do: unset the one whose scheme you don't use."
         )
     if rank_size is not None:
-        # Either variable tells the number; which scheme counts is decided later.
+        # Either variable has the number of ranks; which scheme counts is decided later.
         return rank_size
     if worker_size is not None:
         return worker_size
@@ -135,12 +135,13 @@ def membership_from_environment(device_id: int | None = None) -> Membership | No
     candidate = None
     if not is_chosen:
         candidate = parent_rank.candidate()
+    under_mpiexec = launched is not None and launched.launcher in launchers.MPI_LAUNCHERS
     return replace(
         membership,
         host=announced_address() or membership.host,
         # The environment's secret wins over one that the launcher's ranks have made themselves.
         secret=secret() or membership.secret,
-        under_mpiexec=launched is not None and launched.launcher in launchers.MPI_LAUNCHERS,
+        under_mpiexec=under_mpiexec,
         candidate=candidate,
     )
 
@@ -188,27 +189,29 @@ def _from_rank_table(size: int, device_id: int | None) -> Membership:
         )
     device = _find(table, device_id)
     chief = table.devices[0]
-    servers = tuple(device.server for device in table.devices)
+    servers = tuple(device.server_id for device in table.devices)
     # Ranks of one host meet on the loopback, whatever the table says of networks.
     chief_hosts: tuple[str | None, ...] = ("127.0.0.1",)
     if len(set(servers)) > 1:
-        # Not every table gives addresses of hosts: an id of a server may be its address, too.
-        chief_hosts = (chief.host_ip, chief.server, chief.device_ip)
+        # Not every table gives addresses of hosts, but the id of a server may be its address.
+        chief_hosts = (chief.host_ip, chief.server_id, chief.device_ip)
+    # Repetitions are dropped, as an id of a server is often its address.
+    distinct_hosts = dict.fromkeys(host for host in chief_hosts if host)
     job_id = environment.JOB_ID.get()
-    # Without a device, the rank's number on its server is taken: servers have consecutive ranks.
+    checksum = zlib.crc32(job_id.encode(), table.checksum)
+    # The default device is the position of the rank on its server, since servers have consecutive ranks.
     if device_id is None:
-        device_id = device.rank - servers.index(device.server)
+        device_id = device.rank - servers.index(device.server_id)
     return Membership(
         scheme="rank table",
         world_size=size,
         rank=device.rank,
         host=None,
-        host_key=device.server,
+        host_key=device.server_id,
         device_id=device_id,
         is_chief=device.rank == 0,
-        # Repetitions are dropped, as an id of a server is often its address.
-        chief_hosts=tuple(dict.fromkeys(host for host in chief_hosts if host)),
-        chief_port=chief.host_port or _computed_port(zlib.crc32(job_id.encode(), table.checksum)),
+        chief_hosts=tuple(distinct_hosts),
+        chief_port=chief.host_port or _computed_port(checksum),
         job_id=job_id,
         expected_hosts=servers,
     )
@@ -229,7 +232,7 @@ def _find(table: RankTable, device_id: int | None) -> TableDevice:
         variable = environment.POD_NAME
     name = (variable.raw() or "").strip()
     is_pod = variable is environment.POD_NAME or not name.isdecimal()
-    if table.of_pods and name and is_pod:
+    if table.has_pods and name and is_pod:
         return _find_in_pod(table, variable.name, name, device_id)
     rank = environment.RANK_ID.get()
     highest = table.size - 1
@@ -299,7 +302,7 @@ def _without_table(size: int, device_id: int) -> Membership:
             "expected addresses of one family, IPv4 or IPv6.\n"
             "What to do: give both in the family that the hosts use to reach each other."
         )
-    # Without an address of the worker, those of this host tell which one it is.
+    # Without CM_WORKER_IP, this rank is on the host of the chief if the chief's address is one of this host.
     if worker_ip is None:
         on_chief_host = _is_local(chief_ip)
     else:
@@ -358,6 +361,7 @@ def _from_launcher(launched: Launched, device_id: int | None) -> Membership:
         job_id = environment.JOB_ID.get()
     if device_id is None:
         device_id = launched.local_rank or 0
+    checksum = zlib.crc32(f"{job_id} {launched.job}".encode())
     return Membership(
         scheme=launched.launcher,
         world_size=launched.size,
@@ -367,7 +371,7 @@ def _from_launcher(launched: Launched, device_id: int | None) -> Membership:
         device_id=device_id,
         is_chief=launched.rank == 0,
         chief_hosts=hosts,
-        chief_port=port or _computed_port(zlib.crc32(f"{job_id} {launched.job}".encode())),
+        chief_port=port or _computed_port(checksum),
         job_id=job_id,
         secret=made_secret,
     )

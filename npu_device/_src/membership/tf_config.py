@@ -41,7 +41,7 @@ def read(device_id: int | None = None) -> Membership | None:
         raise _fault(
             "has a sparseCluster and no cluster: it names only some of the tasks, and here every rank has to know all"
         )
-    # Without a cluster, this process runs alone.
+    # A process that is in no cluster runs alone.
     if not cluster:
         return None
     task_type, index = _task(config)

@@ -48,29 +48,31 @@ class CallbackStates:
     def __init__(self, checkpoint: Any) -> None:
         self.arrays: list[tf.Variable] = []
         self._list = list_with(checkpoint)
-        self._kept: dict[str, Any] = {}
-        self._all: list = []
-        self._found: dict[str, Any] = {}
+        self._callbacks: dict[str, Any] = {}
+        self._all_callbacks: list = []
+        self._saved_states: dict[str, Any] = {}
         self._warned: set[str] = set()
         if self._list is not None:
-            self._all = self._list.callbacks
-        for callback in self._all:
+            self._all_callbacks = self._list.callbacks
+        for callback in self._all_callbacks:
             has_state = hasattr(callback, "get_state") and hasattr(callback, "set_state")
             if callback is not checkpoint and (has_state or _kind(callback) is not None):
                 class_name = type(callback).__name__
-                number = sum(name.startswith(f"{class_name}.") for name in self._kept)
-                self._kept[f"{class_name}.{number}"] = callback
+                ordinal = sum(name.startswith(f"{class_name}.") for name in self._callbacks)
+                self._callbacks[f"{class_name}.{ordinal}"] = callback
 
     # For the part of each rank in a checkpoint
 
     def collect(self) -> str:
         """Return what the callbacks remember, as text; the best weights go to ``arrays`` until they are saved."""
         states = {}
-        for name, callback in self._kept.items():
+        for name, callback in self._callbacks.items():
             state = _state_of(callback)
             weights = state[_ATTRIBUTE].get(_WEIGHTS)
             if weights is not None:
-                state[_ATTRIBUTE][_WEIGHTS] = [[a.dtype.name, list(a.shape)] for a in weights]
+                state[_ATTRIBUTE][_WEIGHTS] = [
+                    [array.dtype.name, list(array.shape)] for array in weights
+                ]
             try:
                 to_json(state)
             except TypeError as error:
@@ -84,9 +86,9 @@ class CallbackStates:
 
     def expect(self, text: str) -> None:
         """Take the states of a checkpoint, and make the variables into which its best weights are going to be read."""
-        self._found = from_json(text)
+        self._saved_states = from_json(text)
         self.arrays.clear()
-        for state in self._found.values():
+        for state in self._saved_states.values():
             for dtype, shape in state[_ATTRIBUTE].get(_WEIGHTS) or ():
                 self.arrays.append(tf.Variable(tf.zeros(shape, dtype)))
 
@@ -94,10 +96,10 @@ class CallbackStates:
 
     def begin_files(self) -> None:
         """Give files that grow with the training the content that they had at the checkpoint, if there is one."""
-        for name, callback in self._kept.items():
+        for name, callback in self._callbacks.items():
             if _kind(callback) != "CSVLogger":
                 continue
-            content = self._found.get(name, {}).get(_CONTENT)
+            content = self._saved_states.get(name, {}).get(_CONTENT)
             if not callback.append:
                 # Keras has emptied it, or will do so with this write. Ranks that share it write the same bytes.
                 callback.csv_file.write(content or "")
@@ -107,39 +109,43 @@ class CallbackStates:
                 callback.csv_file.close()
                 with tf.io.gfile.GFile(callback.filename, "w") as file:
                     file.write(content)
-                # Called once more, since it opens the file again, at its end.
+                # ``on_train_begin`` opens the file again, at its end.
                 callback.on_train_begin()
 
     def hide(self) -> None:
         """Let Keras not call the callbacks: the steps that are passed over are in their states already."""
         if self._list is not None:
-            hidden = {id(self._kept[name]) for name in self._found if name in self._kept}
-            # A new list is made, since Keras may be in a loop over this one.
+            hidden = {
+                id(self._callbacks[name]) for name in self._saved_states if name in self._callbacks
+            }
+            # Keras gets a new list, since it may be in a loop over the old one.
             self._list.callbacks = [
-                callback for callback in self._all if id(callback) not in hidden
+                callback for callback in self._all_callbacks if id(callback) not in hidden
             ]
 
     def show(self) -> None:
         """Let Keras call all callbacks again."""
         if self._list is not None:
-            self._list.callbacks = self._all
+            self._list.callbacks = self._all_callbacks
 
     def end(self) -> None:
         """Let callbacks begin their files with a header again, in another ``fit``."""
-        for callback in self._kept.values():
+        for callback in self._callbacks.values():
             if _kind(callback) == "CSVLogger":
                 callback.append_header = True
 
     def resume(self, step: int) -> list[str]:
         """Give the callbacks their states, within a step of the epoch; return what isn't kept, a sentence each."""
-        lost = [name.partition(".")[0] for name in self._kept if name not in self._found]
+        lost = [
+            name.partition(".")[0] for name in self._callbacks if name not in self._saved_states
+        ]
         arrays = iter(self.arrays)
-        for name, state in self._found.items():
+        for name, state in self._saved_states.items():
             attributes = dict(state[_ATTRIBUTE])
             if attributes.get(_WEIGHTS) is not None:
                 attributes[_WEIGHTS] = [next(arrays).numpy() for _ in attributes[_WEIGHTS]]
-            if name in self._kept:
-                _set_state_of(self._kept[name], {**state, _ATTRIBUTE: attributes}, step)
+            if name in self._callbacks:
+                _set_state_of(self._callbacks[name], {**state, _ATTRIBUTE: attributes}, step)
         self.arrays.clear()
         if not lost:
             return []
@@ -152,7 +158,7 @@ def list_with(callback: Any) -> Any:
     while frame is not None:
         owner = frame.f_locals.get("self")
         callbacks = getattr(owner, "callbacks", None)
-        if isinstance(callbacks, list) and any(member is callback for member in callbacks):
+        if isinstance(callbacks, list) and any(listed is callback for listed in callbacks):
             return owner
         frame = frame.f_back  # type: ignore[assignment]
     return None
@@ -176,7 +182,7 @@ def _state_of(callback: Any) -> dict[str, Any]:
         with tf.io.gfile.GFile(callback.filename) as file:
             state[_CONTENT] = file.read()
     if kind == "TensorBoard":
-        # Written out now: a killed process would lose what came before this checkpoint.
+        # A killed process would lose what the writers hold from before this checkpoint.
         for writer in callback._writers.values():
             writer.flush()
     if hasattr(callback, "get_state"):

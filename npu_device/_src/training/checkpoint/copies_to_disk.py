@@ -9,6 +9,7 @@ host has; all directories get all files.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import shutil
@@ -80,9 +81,11 @@ class _Copy(NamedTuple):
     """A complete copy that the hosts together have."""
 
     key: Key
-    size: int  # number of ranks that have made it
+    rank_count: int  # number of ranks that have made it
     is_last: bool  # the ranks have ended after it
-    writers: dict[int, int]  # by rank of the copy, the first rank of a host that has its part
+    writer_by_rank: dict[
+        int, int
+    ]  # for each rank of the copy, the first rank of a host that has its part
 
     @property
     def step(self) -> int:
@@ -97,23 +100,24 @@ def _newer(
     listed = []
     for key, by_rank in on_host.items():
         header = next(iter(by_rank.values())).header
-        listed.append(
-            (key, header["manifest"]["world_size"], header.get("is_last", False), sorted(by_rank))
-        )
+        rank_count = header["manifest"]["world_size"]
+        is_last = header.get("is_last", False)
+        listed.append((key, rank_count, is_last, sorted(by_rank)))
     on_disk = folder.readable_latest(disk.directory) or 0
     gathered = gather(world, (on_disk, listed))
     newest = max(step for step, _ in gathered)
     copies_by_key: dict[Key, _Copy] = {}
     for writer, (_, copied) in enumerate(gathered):
-        for key, size, is_last, ranks in copied:
-            copy = copies_by_key.setdefault(key, _Copy(key, size, is_last, {}))
+        for key, rank_count, is_last, ranks in copied:
+            copy = copies_by_key.setdefault(key, _Copy(key, rank_count, is_last, {}))
             for rank in ranks:
-                copy.writers.setdefault(rank, writer)
+                copy.writer_by_rank.setdefault(rank, writer)
     for key in sorted(copies_by_key, reverse=True):
         copy = copies_by_key[key]
-        is_complete = set(copy.writers) == set(range(copy.size))
-        # Another number of ranks takes only what rank 0 has: all that is shared.
-        is_enough = copy.is_last and 0 in copy.writers and copy.size != len(gathered)
+        ranks_found = set(copy.writer_by_rank)
+        is_complete = ranks_found == set(range(copy.rank_count))
+        # A job with another number of ranks takes only what rank 0 has: all that is shared.
+        is_enough = copy.is_last and 0 in ranks_found and copy.rank_count != len(gathered)
         if copy.step > newest and (is_complete or is_enough):
             yield copy
 
@@ -127,17 +131,16 @@ class _CheckpointOfCopy:
         self._world = world
         self._storage = storage
         self._step = copy.step
-        writers = copy.writers
+        writer_by_rank = copy.writer_by_rank
         self._partial = storage.partial(copy.step)
-        self._records = {
-            rank: slot.header["records"]
-            for rank, slot in by_rank.items()
-            if writers[rank] == storage.rank
-        }
-        self._spans = {
-            identity(span.record): span for slot in by_rank.values() for span in slot.spans()
-        }
-        # The values of rank 0 are written as those of all.
+        self._records: dict[int, list[Record]] = {}
+        self._spans = {}
+        for rank, slot in by_rank.items():
+            if writer_by_rank[rank] == storage.rank:
+                self._records[rank] = slot.header["records"]
+            for span in slot.spans():
+                self._spans[identity(span.record)] = span
+        # What all ranks share is written with the values of rank 0.
         self._common: list[Record] = []
         header: dict[str, Any] = {}
         if 0 in self._records:
@@ -145,7 +148,7 @@ class _CheckpointOfCopy:
             header = {name: by_rank[0].header[name] for name in ("manifest", "keep")}
         sent = header, {full_name(record): record["crc"] for record in self._common}
         if world is not None:
-            sent = world.object_from_root(sent, writers[0])
+            sent = world.object_from_root(sent, writer_by_rank[0])
         self._header, self._checksums = sent
 
     def write(self) -> bool:
@@ -158,14 +161,8 @@ class _CheckpointOfCopy:
             self._send(written)
             files = {name: sums for by_name in written for name, sums in by_name.items()}
             keep = self._header["keep"]
-            selection.complete(
-                self._world,
-                self._storage,
-                self._step,
-                keep,
-                lambda: self._manifest(files),
-                _PROBLEM,
-            )
+            manifest = functools.partial(self._manifest, files)
+            selection.complete(self._world, self._storage, self._step, keep, manifest, _PROBLEM)
         finally:
             if self._storage.is_keeper:
                 shutil.rmtree(self._partial, ignore_errors=True)
@@ -215,13 +212,16 @@ class _CheckpointOfCopy:
             (self._partial / record["name"]).write_bytes(content)
 
     def _save(self, prefix: str, saved: Sequence[tuple[str, Record]]) -> None:
-        if saved:
-            tf.raw_ops.SaveV2(
-                prefix=str(self._partial / prefix),
-                tensor_names=[name for name, _ in saved],
-                shape_and_slices=[record["part"] for _, record in saved],
-                tensors=[_tensor_of(record, self._content(record)) for _, record in saved],
-            )
+        if not saved:
+            return
+        names, records = zip(*saved)
+        tensors = [_tensor_of(record, self._content(record)) for record in records]
+        tf.raw_ops.SaveV2(
+            prefix=str(self._partial / prefix),
+            tensor_names=list(names),
+            shape_and_slices=[record["part"] for record in records],
+            tensors=tensors,
+        )
 
     def _content(self, record: Record) -> memoryview:
         span = self._spans.get(identity(record))
@@ -244,12 +244,9 @@ class _CheckpointOfCopy:
     def _manifest(self, files: dict[str, list[int]]) -> dict[str, Any]:
         """Make the shared files of their pieces; return the manifest."""
         pieces = [name for name in sorted(files) if name.startswith(_PIECE)]
+        prefixes = [name.removesuffix(_INDEX) for name in pieces if name.endswith(_INDEX)]
         tf.raw_ops.MergeV2Checkpoints(
-            checkpoint_prefixes=[
-                str(self._partial / name[: -len(_INDEX)])
-                for name in pieces
-                if name.endswith(_INDEX)
-            ],
+            checkpoint_prefixes=[str(self._partial / prefix) for prefix in prefixes],
             destination_prefix=str(self._partial / folder.SHARED),
             delete_old_dirs=False,
         )

@@ -32,7 +32,7 @@ _FIT_KEY = "fit"
 _INNER = "_npu_inner"
 # The suffix that Keras gives to further objects of a class. It depends on what a script made before.
 _KERAS_SUFFIX = re.compile(r"_\d+(?=[/:]|$)")
-_newest: FitCheckpoint | None = None  # the one whose fit has begun last, until that ends
+_newest: FitCheckpoint | None = None  # the callback whose fit has begun last, until that fit ends
 
 
 class FitCheckpoint(tf.keras.callbacks.Callback):
@@ -89,12 +89,12 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Look for a checkpoint, and let ``fit`` begin in its epoch."""
         global _newest
-        # An error has ended the fit before, of which Keras tells its callbacks nothing.
+        # If an error has ended the fit before, Keras has told its callbacks nothing.
         if _newest is not None and (_newest is self or list_with(_newest) is None):
             _newest._job.close()
         optimizers = training_state.optimizers(self.model)
-        # Optimizers get names by their numbers, since two of them may be of one class.
-        named = {f"optimizer{number}": optimizer for number, optimizer in enumerate(optimizers)}
+        # Optimizers are named by their positions, since two of them may be of one class.
+        named = {f"optimizer{index}": optimizer for index, optimizer in enumerate(optimizers)}
         self._metrics: list = []
         self._metric_names: list[str] = []
         self._callbacks = CallbackStates(self)
@@ -111,8 +111,8 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
         self._epoch = 0
         self._step = 0  # step within the epoch
         self._total = 0  # steps of all epochs
-        self._begins = False
-        self._has_files = False
+        self._begins_epoch = False
+        self._has_begun_files = False
         knows_length = (self.params or {}).get("steps") is not None
         self._data = _Data(current_world(), self.model, knows_length)
         self._resume = self._position_to_resume()
@@ -133,10 +133,10 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
         if self._resume is not None and epoch > self._resume["epoch"]:
             self._must_have_resumed()
         self._epoch = epoch
-        self._begins = True
+        self._begins_epoch = True
         # By now all callbacks have begun.
-        if not self._has_files:
-            self._has_files = True
+        if not self._has_begun_files:
+            self._has_begun_files = True
             self._callbacks.begin_files()
         if self._resume is not None:
             self._callbacks.hide()
@@ -163,12 +163,12 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
     def _call(self, keras_iterator: Any) -> Any:
         count = compat.steps_per_call(self.model)
         pulled = None
-        if self._begins:
+        if self._begins_epoch:
             pulled = self._begin_epoch(keras_iterator, count)
         iterator = keras_iterator
         # Keras goes on with its own iterator, which isn't at the right position after resuming.
         if iterator is self._data.keras_iterator:
-            iterator = self._data.used
+            iterator = self._data.iterator
         if self._resume is not None:
             if pulled is None:
                 pulled = pull(iterator, count)
@@ -189,11 +189,11 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
     def _begin_epoch(self, keras_iterator: Any, count: int) -> list:
         steps_before = self._step
         self._step = 0
-        self._begins = False
+        self._begins_epoch = False
         if self._resume is None:
             pulled = self._data.begin_epoch(keras_iterator, count, steps_before)
         else:
-            position = _Position(**self._resume["data"])
+            position = _Position.from_notes(self._resume["data"])
             pulled, problem = self._data.resume_epoch(keras_iterator, count, position)
             self.not_kept = ()
             if problem is not None:
@@ -204,12 +204,11 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
         if pulled:
             self._build(keras_iterator, pulled[0])
             self._job._reserve()
-        # The state at this point is that of the end of the epoch before, with what callbacks did there.
+        # The state is still as the epoch before has left it, with what callbacks did at its end.
         if self._resume is None and self._each_epoch and self._total:
             self._job.try_to_save(self._total, self._notes())
-        # A checkpoint of step 0 is that of the end of the epoch before: no batch has to be passed
-        # over.
         elif self._resume is not None and self._resume["step"] == 0:
+            # A checkpoint of step 0 was written at the end of the epoch before: no batch has to be passed over.
             self._restore()
         return pulled
 
@@ -256,7 +255,7 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
                 "What to do: compile the model with the same metrics, or use another directory."
             )
         self._metric_names = saved
-        # Metrics may have been made in another order; of those of one name, the order counts.
+        # Metrics may have been made in another order; only if several have one name, their order counts.
         self._metrics.clear()
         for name in saved:
             index = [state_name for state_name, _ in states].index(name)
@@ -268,7 +267,7 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
         notes = {
             "epoch": self._epoch,
             "step": self._step,
-            "data": dataclasses.asdict(self._data.position),
+            "data": self._data.position.notes(),
             "ended_of": ended_of,
             "metrics": self._metric_names,
         }
@@ -280,7 +279,7 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
             return None
         position: dict[str, Any] = notes.get(_FIT_KEY, {})
         epochs = self.params["epochs"]
-        # Without an epoch, it isn't the checkpoint of a fit.
+        # The notes of a checkpoint that no fit has written have no epoch.
         if position.get("epoch", epochs) < epochs:
             return position
         problem = "is not that of a fit"
@@ -314,13 +313,26 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
 
 @dataclasses.dataclass
 class _Position:
-    """The place of an epoch's first batches in the data of a ``fit``, as a checkpoint has it."""
+    """The place of an epoch's first batches in the data of a ``fit``."""
 
-    number: int = 0  # number of iterators before that of the epoch
-    passed: int = 0  # number of batches that earlier epochs took from it
-    # The checksum of each rank's first batches, which a resumed fit must find again.
-    first: list[int] = dataclasses.field(default_factory=list)
-    samples: int = 0  # checksum of the samples of all ranks in these batches
+    # Number of iterators that Keras used before the iterator of this epoch.
+    iterators_before: int = 0
+    # Number of batches that earlier epochs took from the iterator of this epoch.
+    passed_batches: int = 0
+    # By rank, the checksum of its first batches, which a resumed fit must find again.
+    first_checksums: list[int] = dataclasses.field(default_factory=list)
+    samples_checksum: int = 0  # checksum of the samples of all ranks in these batches
+
+    @classmethod
+    def from_notes(cls, notes: dict[str, Any]) -> _Position:
+        return cls(*[notes[key] for key in _POSITION_KEYS if key in notes])
+
+    def notes(self) -> dict[str, Any]:
+        return dict(zip(_POSITION_KEYS, dataclasses.astuple(self)))
+
+
+# The names of a position's fields in a checkpoint, as the first releases wrote them.
+_POSITION_KEYS = ("number", "passed", "first", "samples")
 
 
 class _Data:
@@ -332,22 +344,22 @@ class _Data:
         self._knows_length = knows_length
         self.keras_iterator: Any = None
         # The iterator that is used: Keras's own, or after resuming the one at the right position.
-        self.used: Any = None
+        self.iterator: Any = None
         self.position = _Position()
 
     def begin_epoch(self, keras_iterator: Any, count: int, steps_before: int) -> list:
         """Return the first ``count`` batches of an epoch; the epoch before has taken ``steps_before``."""
         position = self.position
         if keras_iterator is self.keras_iterator:
-            position.passed += steps_before
+            position.passed_batches += steps_before
         else:
-            position.number += self.keras_iterator is not None
-            position.passed = 0
+            position.iterators_before += self.keras_iterator is not None
+            position.passed_batches = 0
             self.keras_iterator = keras_iterator
-            self.used = keras_iterator
-        pulled = pull(self.used, count)
-        position.first = gather(self._world, start.full_checksum(pulled))
-        position.samples = self._samples(pulled)
+            self.iterator = keras_iterator
+        pulled = pull(self.iterator, count)
+        position.first_checksums = gather(self._world, start.full_checksum(pulled))
+        position.samples_checksum = self._samples_checksum(pulled)
         return pulled
 
     def resume_epoch(
@@ -355,35 +367,41 @@ class _Data:
     ) -> tuple[list, str | None]:
         """Return the first batches of an epoch at the place of a checkpoint, and why they are others; None if not."""
         self.position = position
-        self.keras_iterator = self.used = keras_iterator
+        self.keras_iterator = self.iterator = keras_iterator
         dataset = compat.dataset_of(keras_iterator)
         iterators = 0
-        if position.number and compat.is_generated(dataset):
+        if position.iterators_before and compat.is_generated(dataset):
             return pull(keras_iterator, count), _GENERATED
-        # Of several numbers, checksums tell which one is right.
-        for wanted in compat.iterators_made(self._model, position.number, self._knows_length):
-            while iterators < wanted:
-                self.used = iter(dataset)
+        # Keras may have made more iterators than it used; checksums tell which number is right.
+        candidates = compat.iterators_made(
+            self._model, position.iterators_before, self._knows_length
+        )
+        for iterators_made in candidates:
+            while iterators < iterators_made:
+                self.iterator = iter(dataset)
                 iterators += 1
-            pull(self.used, position.passed)
-            pulled = pull(self.used, count)
+            pull(self.iterator, position.passed_batches)
+            pulled = pull(self.iterator, count)
             checksums = gather(self._world, start.full_checksum(pulled))
             # Another number of ranks divides batches in another way, unless all ranks read the same.
-            is_resized = len(checksums) != len(position.first)
-            is_found = checksums == position.first
+            expected = position.first_checksums
+            is_resized = len(checksums) != len(expected)
+            is_found = checksums == expected
             if is_resized and not is_found:
-                is_found = set(checksums) == set(position.first)
-                # Of a pipeline, each rank has the rows of its own.
-                is_found = is_found or self._samples(pulled) == position.samples
+                samples_checksum = self._samples_checksum(pulled)
+                # If a pipeline divides batches, the ranks together have the same samples, but each has others.
+                is_found = (
+                    set(checksums) == set(expected) or samples_checksum == position.samples_checksum
+                )
             if is_found:
                 return pulled, None if self._knows_length else _UNKNOWN_LENGTH
         ranks = []
-        for rank, number in enumerate(checksums):
-            if rank >= len(position.first) or number != position.first[rank]:
+        for rank, checksum in enumerate(checksums):
+            if rank >= len(expected) or checksum != expected[rank]:
                 ranks.append(str(rank))
         return pulled, _OTHER_DATA.format(ranks=", ".join(ranks))
 
-    def _samples(self, pulled: list) -> int:
+    def _samples_checksum(self, pulled: list) -> int:
         """Return the checksum of what all ranks have pulled, the same on any number of ranks."""
         checksum = next_samples.checksum_of([content(batch) for batch in pulled])
         return sum(gather(self._world, checksum))

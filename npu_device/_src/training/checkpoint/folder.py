@@ -66,8 +66,7 @@ def finish(directory: Path, partial: str, step: int, manifest: dict[str, Any]) -
     """Complete the folder of a step and give it its name; one that has it already is replaced."""
     folder = directory / partial
     _write_json(folder / _MANIFEST, {"format": FORMAT, "step": step, **manifest})
-    # The names of the files are part of the folder, and have to be on the disk before it is
-    # renamed.
+    # The names of the files are part of the folder, and have to be on the disk before it is renamed.
     _sync(folder)
     target = directory / name_of(step)
     # The old folder's name fits ``_PARTIAL``, so that ``tidy`` finds it after a kill.
@@ -169,7 +168,7 @@ def keep_only(directory: Path, latest: int, keep: int) -> list[str]:
 def tidy(directory: Path, but: str = "") -> list[str]:
     """Remove what killed jobs have left half-written, but not a given job's; return what could not be removed."""
     leftovers = []
-    # Sorted, so that the new folder of a step comes before the old one.
+    # In sorted order, the new folder of a step comes before the old one.
     for match in sorted(_matches(directory, _PARTIAL), key=lambda match: match[0]):
         step = int(match["step"])
         target = directory / name_of(step)

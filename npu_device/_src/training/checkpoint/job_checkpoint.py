@@ -114,13 +114,13 @@ class JobCheckpoint:
         self._is_stopping = False
         if preemption and device.parent_of_this_process() is None:
             world = current_world()
-            number = signal.Signals[environment.NPU_DEVICE_PREEMPT_SIGNAL.get()]
+            stop_signal = signal.Signals[environment.NPU_DEVICE_PREEMPT_SIGNAL.get()]
             limit = environment.NPU_DEVICE_PREEMPT_TIMEOUT.get()
             try:
-                self._preemption = Preemption(world, number, limit, join_requests(world))
+                self._preemption = Preemption(world, stop_signal, limit, join_requests(world))
             except ValueError:
                 text = "this thread can't handle %s. What to do: make the JobCheckpoint in the main thread."
-                _log.warning(text, number.name)
+                _log.warning(text, stop_signal.name)
 
     def __enter__(self) -> JobCheckpoint:
         return self
@@ -155,7 +155,7 @@ class JobCheckpoint:
         """
         # A step may be a tensor or a number of numpy, which JSON doesn't write.
         step = int(step)
-        if self._preemption is not None and self._preemption.is_last_step():
+        if self._preemption is not None and self._preemption.count_step():
             self._is_stopping = True
             self._prepare()
             copies = self._copies
@@ -163,7 +163,7 @@ class JobCheckpoint:
                 step, dict(notes or {}), self._preemption
             ):
                 self.save(step, notes)
-            self._preemption.has_saved()
+            self._preemption.note_saved()
             _log.info("stopped after step %d, as asked", step)
             raise SystemExit(RESUMABLE)
         last_step = self._last_step or 0
@@ -239,7 +239,7 @@ class JobCheckpoint:
             if storage.is_keeper:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
-        self._own_state.has_saved()
+        self._own_state.drop_arrays()
         self._last_step = step
         self._named = {step}
         if storage.rank == 0:
@@ -396,7 +396,7 @@ class JobCheckpoint:
         own_digests: Digests = {} if world is None else self._shared.digests()
         newest = -1
         if storage.is_keeper and self._last_step is None:
-            # Checked only before the first save: what this job has written itself is no obstacle.
+            # The directory is looked at only before the first save: what this job has written itself is no obstacle.
             newest = max(folder.steps(self._directory)[0], default=-1)
         sent_digests = own_digests if storage.is_keeper else None
         answers = gather(world, (step, newest, sent_digests))

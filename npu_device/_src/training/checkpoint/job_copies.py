@@ -37,7 +37,7 @@ class Copied(NamedTuple):
     shared: SharedState
     own_state: RankState
     keep: int
-    # Given notes and the paths of variables, returns the manifest of a checkpoint.
+    # A function of notes and the paths of variables that returns the manifest of a checkpoint.
     manifest: Callable[[Any, list[str]], dict[str, Any]]
 
 
@@ -52,7 +52,7 @@ class JobCopies:
         copied: Copied,
         interval: int | None,
     ) -> None:
-        self._newest_step = 0  # that of the newest copy of these ranks
+        self._newest_step = 0  # step of the newest copy that these ranks have made
         self._world = world
         self._disk = disk
         self._copier = copier
@@ -93,7 +93,7 @@ class JobCopies:
         has_room = copier.has_room(bytes_of_all(list(self._copied.shared.variables().values())))
         answers = gather(self._world, (preemption.takes_nodes, preemption.is_signalled, has_room))
         loses_node_0 = any(answers[rank][1] for rank in copier.ranks_of_node_0)
-        # Without node 0, nobody goes on until it is back.
+        # When node 0 goes, no rank goes on until it is back.
         if loses_node_0 or not any(takes_nodes for takes_nodes, _, _ in answers):
             return False
         copier.wait()
@@ -138,7 +138,7 @@ class JobCopies:
         for name, content in own_state.files(folder.own_prefix(rank)).items():
             copied.append(({"kind": FILE, "name": name, "part": ""}, content))
         self._copier.copy(header, copied)
-        own_state.has_saved()
+        own_state.drop_arrays()
         self._newest_step = step
         return True
 

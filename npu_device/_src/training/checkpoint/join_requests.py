@@ -14,7 +14,7 @@ class JoinRequests:
     """The pipe of the requests, open as long as the ranks can end after a step."""
 
     def __init__(self, path: str) -> None:
-        # Open for writing too, as a pipe without writers would be ready for reading all the time.
+        # A pipe without writers would be ready for reading all the time, so this process is a writer, too.
         self.descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         self._refused: set[int] = set()
 

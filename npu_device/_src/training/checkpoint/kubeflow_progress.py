@@ -32,7 +32,7 @@ class KubeflowProgress(tf.keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Remember the time."""
         self._began = time.monotonic()
-        # In the past, so that the first epoch is reported in any case.
+        # The last report counts as long ago, so that the first epoch is reported in any case.
         self._reported = -PROGRESS_PAUSE_SECONDS
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -48,8 +48,8 @@ class KubeflowProgress(tf.keras.callbacks.Callback):
         self._reported = time_now
         seconds = (time_now - self._began) / epochs_done * (epochs - epochs_done)
         metrics = []
-        for name, number in (logs or {}).items():
-            metrics.append({"name": name, "value": f"{float(number):g}"})
+        for name, metric in (logs or {}).items():
+            metrics.append({"name": name, "value": f"{float(metric):g}"})
         status = {
             "progressPercentage": 100 * epochs_done // epochs,
             "estimatedRemainingSeconds": round(seconds),

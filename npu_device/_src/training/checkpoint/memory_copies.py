@@ -98,14 +98,14 @@ class Copier:
         if self._is_first:
             self.readable = self._slots
         self.ranks_of_node_0 = ranks[:ranks_per_host]
-        self._is_told = False  # a copy of this rank has failed
-        self._is_whole = False  # the last copy is
+        self._has_warned = False  # of a failed copy of this rank
+        self._is_whole = False  # True if the last copy is whole
         self._own_slots = slots[SLOTS * local_rank : SLOTS * (local_rank + 1)]
         self._slots_of_first_rank = slots[:SLOTS]
-        whole = [slot for slot in self._own_slots if slot.look()]
+        whole = [slot for slot in self._own_slots if slot.load_header()]
         newest = max(whole, key=attrgetter("key"), default=None)
         # The newest copy stays until there is another whole one.
-        self._next = int(newest is self._own_slots[0])
+        self._next_slot = int(newest is self._own_slots[0])
         self._thread: threading.Thread | None = None
 
     @property
@@ -129,7 +129,7 @@ class Copier:
     def wait(self) -> bool:
         """Wait until the last copy is made, and is sent to another host; return whether it is whole."""
         deadline = time.monotonic() + COPY_END_SECONDS
-        # It may still be on its way when this rank ends: npurun sends it.
+        # If the copy is still on its way when this rank ends, npurun sends it.
         while self.is_busy and time.monotonic() < deadline:
             time.sleep(COPY_POLL_SECONDS)
         return self._is_whole and not self._is_copying
@@ -153,12 +153,13 @@ class Copier:
             interval: steps between copies.
         """
         # The ranks of a host are next to each other.
-        by_host = np.reshape(gather(self._world, size), (self._hosts, -1)).sum(axis=1)
+        sizes = np.reshape(gather(self._world, size), (self._hosts, -1))
+        by_host = sizes.sum(axis=1)
         held = amount(by_host[self._host])
         needed = (SLOTS + 1) * by_host[self._host]
         text = f"{SLOTS} x {held} on this host"
         if self._hosts > 1:
-            # The copies of the host before this one in the circle come here.
+            # The hosts form a circle: each receives the copies of the host before.
             received = by_host[self._host - 1]
             needed += SLOTS * received
             held += f", two of {amount(received)} from another host"
@@ -188,7 +189,7 @@ class Copier:
         self._thread.start()
 
     def _copy(self, header: dict[str, Any], tensors: Sequence[Content]) -> None:
-        slot = self._own_slots[self._next % SLOTS]
+        slot = self._own_slots[self._next_slot % SLOTS]
         try:
             # If this copy fails, the other slot still has the one before.
             slot.clear()
@@ -207,12 +208,12 @@ class Copier:
                 if is_held:
                     contents.append(content)
             slot.write({**header, "records": records}, contents)
-            self._next += 1
+            self._next_slot += 1
             self._is_whole = True
         except Exception as error:
             # The end of the job has an error of its own.
-            if not self._is_told and not isinstance(error, PeerError):
-                self._is_told = True
+            if not self._has_warned and not isinstance(error, PeerError):
+                self._has_warned = True
                 _log.warning(_FAILED, f"{type(error).__name__}: {error}")
 
     def _checksums_of_first(self, header: dict[str, Any]) -> dict[str, int]:
@@ -220,12 +221,10 @@ class Copier:
         deadline = time.monotonic() + COPY_WAIT_SECONDS
         while time.monotonic() < deadline:
             for slot in self._slots_of_first_rank:
-                if slot.look() and slot.key == (header["attempt"], header["step"]):
-                    return {
-                        full_name(record): record["crc"]
-                        for record in slot.header["records"]
-                        if record["kind"] == SHARED
-                    }
+                if slot.load_header() and slot.key == (header["attempt"], header["step"]):
+                    records = slot.header["records"]
+                    shared = [record for record in records if record["kind"] == SHARED]
+                    return {full_name(record): record["crc"] for record in shared}
             # A first rank that has failed makes none, and the script may have ended meanwhile.
             if self._world is not None:
                 self._world.job.health.require_running()
@@ -318,6 +317,8 @@ def bytes_of_rank(variables: Sequence, is_first: bool) -> int:
 
 def bytes_of_all(variables: Sequence) -> int:
     """Return the size of variables."""
-    return sum(
-        int(np.prod(variable.shape)) * tf.as_dtype(variable.dtype).size for variable in variables
-    )
+    size = 0
+    for variable in variables:
+        element_size = tf.as_dtype(variable.dtype).size
+        size += int(np.prod(variable.shape)) * element_size
+    return size

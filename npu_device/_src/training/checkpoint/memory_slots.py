@@ -57,21 +57,20 @@ class Memory:
 
     def __init__(self, ranks: int, has_neighbour: bool = False, name: str = "") -> None:
         self._name = name or f"npu-copies-{secrets.token_hex(8)}"
-        number = SLOTS * ranks
-        self.slots = [self._new() for _ in range(number)]
-        self.received = [self._new() for _ in range(number * has_neighbour)]
+        slot_count = SLOTS * ranks
+        self.slots = [self._new() for _ in range(slot_count)]
+        self.received = [self._new() for _ in range(slot_count * has_neighbour)]
 
     def _new(self) -> Slot:
         return Slot(os.memfd_create(self._name))
 
     @property
     def address(self) -> str:
-        """The text by which ranks find it."""
-        descriptors = [
-            ",".join(str(slot.descriptor) for slot in slots)
-            for slots in (self.slots, self.received)
-        ]
-        return ":".join([self._name, str(os.getpid()), *descriptors])
+        """The text by which ranks find the memory."""
+        fields = [self._name, str(os.getpid())]
+        for slots in (self.slots, self.received):
+            fields.append(",".join(str(slot.descriptor) for slot in slots))
+        return ":".join(fields)
 
     def newer_than_disk(self) -> dict[str, tuple[int, int]]:
         """Return the newest step of the copies, and its bytes here, by directories whose newest checkpoint is older."""
@@ -110,16 +109,17 @@ def open_slots(address: str) -> tuple[list[Slot], list[Slot]]:
         OSError: they aren't in reach.
     """
     name, process, *lists = address.split(":")
-    slots, received = (
-        [_opened(name, process, descriptor) for descriptor in text.split(",") if descriptor]
-        for text in lists
-    )
+    opened = []
+    for text in lists:
+        descriptors = filter(None, text.split(","))
+        opened.append([_opened(name, process, descriptor) for descriptor in descriptors])
+    slots, received = opened
     return slots, received
 
 
 def _opened(name: str, process: str, descriptor: str) -> Slot:
     path = f"/proc/{process}/fd/{descriptor}"
-    # In another PID namespace, another process may have the number.
+    # In another PID namespace, another process may have this id.
     if name not in os.readlink(path):
         raise FileNotFoundError(f"{path} isn't memory of npurun")
     return Slot(os.open(path, os.O_RDWR | os.O_CLOEXEC))
@@ -129,13 +129,13 @@ class Slot:
     """Memory for one copy of the part of one rank.
 
     Attributes:
-        header: that of the complete copy which ``look`` has found last.
+        header: the header that was loaded last, or begun.
     """
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
         self.header: dict[str, Any] = {}
-        self._data = 0  # position where the data begins
+        self._data_start = 0
 
     @property
     def key(self) -> Key:
@@ -188,24 +188,25 @@ class Slot:
             raise MemoryError(f"it takes {amount(growth)} more, and {amount(free)} are free")
         self.header = header
         head = json.dumps(header).encode()
+        start = _START.pack(_MARK, len(head), zlib.crc32(head), False)
         # The mark is left out: it makes the copy complete.
-        start = _START.pack(_MARK, len(head), zlib.crc32(head), False)[len(_MARK) :]
-        self.put(memoryview(start + head), len(_MARK))
-        self._data = _START.size + len(head)
-        return self._data
+        unmarked = start[len(_MARK) :] + head
+        self.put(memoryview(unmarked), len(_MARK))
+        self._data_start = _START.size + len(head)
+        return self._data_start
 
     def put(self, content: memoryview, position: int) -> None:
         start = 0
         while start < len(content):
-            # In chunks, until all is written: one call may write less than it is given.
+            # One call may write less than it is given.
             piece = content[start : start + _CHUNK]
             start += os.pwrite(self.descriptor, piece, position + start)
 
     def end(self) -> None:
         os.pwrite(self.descriptor, _MARK, 0)
 
-    def look(self) -> bool:
-        """Return whether there is a complete copy, and read its header."""
+    def load_header(self) -> bool:
+        """Check and read the header; return False if there is no complete copy."""
         start = os.pread(self.descriptor, _START.size, 0)
         if len(start) < _START.size or not start.startswith(_MARK):
             return False
@@ -213,13 +214,13 @@ class Slot:
         head = os.pread(self.descriptor, length, _START.size)
         if len(head) != length or zlib.crc32(head) != checksum:
             return False
-        self._data = _START.size + length
+        self._data_start = _START.size + length
         self.header = json.loads(head)
         return True
 
     def spans(self) -> Iterator[Span]:
-        """Yield where the bytes of each record are that the copy found by ``look`` holds itself."""
-        position = self._data
+        """Yield where the bytes of each record are that the copy with the loaded header holds itself."""
+        position = self._data_start
         for record in self.header["records"]:
             if record["held"]:
                 yield Span(record, self, position)
@@ -262,7 +263,7 @@ def copies(slots: Sequence[Slot]) -> dict[str, dict[Key, dict[int, Slot]]]:
     """Return the copies that these slots hold, by the directories of their checkpoints, their keys and their ranks."""
     by_directory: dict[str, dict[Key, dict[int, Slot]]] = {}
     for slot in slots:
-        if slot.look():
+        if slot.load_header():
             by_key = by_directory.setdefault(slot.header["directory"], {})
             by_key.setdefault(slot.key, {}).setdefault(slot.header["rank"], slot)
     return by_directory

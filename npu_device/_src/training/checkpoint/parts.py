@@ -61,10 +61,11 @@ class SharedState:
         return variables_of(self.checkpoint())
 
     def digests(self) -> Digests:
-        numbers = {}
+        digests = {}
         for path, variable in self.variables().items():
-            numbers[path] = (tuple(variable.shape), checksum(tf.convert_to_tensor(variable)))
-        return numbers
+            shape = tuple(variable.shape)
+            digests[path] = (shape, checksum(tf.convert_to_tensor(variable)))
+        return digests
 
     def write(self, prefix: Path) -> None:
         self.checkpoint().write(str(prefix))
@@ -116,13 +117,14 @@ class SharedState:
                 "What to do: make the same objects as in the script that saved it, under the same names."
             ) from error
         # Names in a checkpoint begin with the name of the trackable.
-        numbers = Counter(path.partition("/")[0] for path in absent)
-        numbers.pop(_UNTRACKED, None)
+        counts = Counter(path.partition("/")[0] for path in absent)
+        counts.pop(_UNTRACKED, None)
         # Variables of what is built later will be read then.
         lost = []
-        for name, number in numbers.items():
-            if name not in self._trackables or getattr(self._trackables[name], "built", False):
-                lost.append(f"{name}: this script doesn't have {counted(number, 'variable')} of it")
+        for name, count in counts.items():
+            component = self._trackables.get(name)
+            if component is None or getattr(component, "built", False):
+                lost.append(f"{name}: this script doesn't have {counted(count, 'variable')} of it")
         return lost
 
 
@@ -180,7 +182,7 @@ def variables_of(root: Any) -> dict[str, Any]:
     pending = [("", root)]
     while pending:
         path, parent = pending.pop()
-        # Sorted: a variable that is reached on two paths gets the same one on every rank.
+        # In sorted order, a variable that is reached on two paths gets the same path on every rank.
         for name, child in sorted(tf.train.TrackableView.children(parent).items()):
             if id(child) in visited:
                 continue
@@ -247,8 +249,8 @@ class RankState:
         if self._callbacks is not None:
             self.callbacks = self._callbacks.collect()
 
-    def has_saved(self) -> None:
-        """Drop the variables that were needed for a checkpoint only."""
+    def drop_arrays(self) -> None:
+        """Drop the best weights of the callbacks, which ``collect`` has made variables for a checkpoint only."""
         if self._callbacks is not None:
             self._callbacks.arrays.clear()
 

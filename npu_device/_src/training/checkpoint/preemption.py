@@ -31,7 +31,7 @@ STOP_QUESTION = "preemption stop"
 _NEVER = -1
 
 _log = logging.getLogger("npu_device")
-_numbers = itertools.count()
+_names = itertools.count()
 _current: Preemption | None = None
 
 
@@ -41,15 +41,15 @@ class Preemption:
     def __init__(
         self,
         world: World | None,
-        number: signal.Signals,
+        stop_signal: signal.Signals,
         limit: float,
         requests: JoinRequests | None = None,
     ) -> None:
         self._world = world
-        self._signal = number
+        self._signal = stop_signal
         self._requests = requests
         self._limit = limit  # seconds from the signal until this process ends, finished or not
-        self.name = next(_numbers)  # the same on all ranks, since they make the same calls
+        self.name = next(_names)  # the same on all ranks, since they make the same calls
         self._changed = threading.Condition()
         self._steps = 0
         self._holds_at: int | None = None
@@ -57,7 +57,7 @@ class Preemption:
         self._asking: set[str] = set()
         self._last_step: int | None = None
         self._deadline: float | None = None
-        self._code = 128 + number
+        self._code = 128 + stop_signal
         self._is_closed = False
         self._pid = os.getpid()
         global _current
@@ -66,12 +66,12 @@ class Preemption:
                 "a new JobCheckpoint handles %s from now on. The one before no longer does, and isn't saved when the "
                 "job is asked to stop.\nWhat to do: put everything into one; or close the one before when it isn't "
                 "used any more, or make it with preemption=False.",
-                number.name,
+                stop_signal.name,
             )
             _current.close()
-        # This raises in other threads than the main one.
-        self._previous = signal.signal(number, _ignore_signal)
-        # Set only now, as ``signal.signal`` fails in other threads, and then nothing may have changed.
+        self._previous = signal.signal(stop_signal, _ignore_signal)
+        # The object counts as the current one only now: ``signal.signal`` fails in other threads than the main one, and
+        # then nothing may have changed.
         _current = self
         self._reader, self._writer = os.pipe()
         # ``set_wakeup_fd`` takes no descriptor that blocks.
@@ -85,8 +85,11 @@ class Preemption:
         )
         self._thread.start()
 
-    def is_last_step(self) -> bool:
-        """Return True if all ranks stop after the step that is over now; every rank has to call it after each step."""
+    def count_step(self) -> bool:
+        """Count a step; return True if all ranks stop after it. Every rank has to call it once after each step.
+
+        Waits while a rank asks at which step all can stop.
+        """
         with self._changed:
             self._steps += 1
             while self._last_step is None and self._is_held():
@@ -108,7 +111,7 @@ class Preemption:
         """Return whether this rank itself was sent the signal, so that its node goes."""
         return self._deadline is not None
 
-    def has_saved(self) -> None:
+    def note_saved(self) -> None:
         """Record that the last checkpoint is complete: from now on, the process can only end as resumable."""
         self._code = RESUMABLE
         # This rank may be ahead of its own signal. Python gives signals their default behaviour back as it ends, and
@@ -129,12 +132,12 @@ class Preemption:
                 signal.signal(self._signal, signal.SIG_IGN)
             else:
                 signal.signal(self._signal, self._previous or signal.SIG_DFL)
-        # The thread ends when nobody writes any more.
+        # The thread ends when the pipe has no writer any more.
         os.close(self._writer)
         if os.getpid() == self._pid:
             self._thread.join(PREEMPTION_JOIN_SECONDS)
         else:
-            # A forked child has no such thread.
+            # A forked child has no thread that would close them.
             self._close_readers()
 
     # Answers to the other ranks, in the channel's thread
@@ -145,11 +148,10 @@ class Preemption:
             if name != self.name or self._is_closed:
                 return _NEVER
             if self._last_step is not None:
-                # All who ask have to find the same step.
+                # All ranks that ask have to find the same step.
                 return self._last_step
             self._asking.add(asker)
-            # The first answer counts for all who ask later: this rank has promised to wait at that
-            # step.
+            # The first answer counts for all ranks that ask later: this rank has promised to wait at that step.
             self._holds_at = self._holds_at or self._steps + 1
             return self._holds_at
 
@@ -168,7 +170,7 @@ class Preemption:
     # After the signal, in a thread of its own
 
     def _watch(self) -> None:
-        asked: float | None = None
+        signalled_at: float | None = None
         poll = select.poll()  # select.select takes no descriptor above 1023
         poll.register(self._reader, select.POLLIN)
         if self._requests is not None:
@@ -185,21 +187,21 @@ class Preemption:
                 self._on_request()
                 continue
             # One byte for each signal that has come; none when the writer is closed.
-            numbers = os.read(self._reader, 4096)
-            if not numbers:
+            signal_numbers = os.read(self._reader, 4096)
+            if not signal_numbers:
                 self._close_readers()
                 return
-            # The script may have set one before, as asyncio does.
+            # The script may have set a descriptor before, as asyncio does.
             if self._previous_descriptor >= 0:
                 with contextlib.suppress(OSError):
-                    os.write(self._previous_descriptor, numbers)
-            if self._signal not in numbers:
+                    os.write(self._previous_descriptor, signal_numbers)
+            if self._signal not in signal_numbers:
                 continue
-            if asked is None:
-                asked = time.monotonic()
-                self._deadline = asked + self._limit
+            if signalled_at is None:
+                signalled_at = time.monotonic()
+                self._deadline = signalled_at + self._limit
                 self._begin()
-            elif time.monotonic() - asked > SAME_PREEMPTION_SECONDS:
+            elif time.monotonic() - signalled_at > SAME_PREEMPTION_SECONDS:
                 self._end("a second signal has come")
 
     def _close_readers(self) -> None:
@@ -259,7 +261,7 @@ class Preemption:
         os._exit(self._code)
 
 
-def _ignore_signal(number: int, frame: Any) -> None:
+def _ignore_signal(signal_number: int, frame: Any) -> None:
     """Handle the signal in Python: the thread does everything."""
 
 
@@ -279,11 +281,13 @@ def _release_signal() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, _mask_before_fork.value)
 
 
-def _let_go() -> None:
-    # A forked child gets back its default behaviour.
+def _release_in_child() -> None:
+    # ``close`` gives a forked child the default behaviour back.
     if _current is not None:
         _current.close()
     _release_signal()
 
 
-os.register_at_fork(before=_hold_signal, after_in_parent=_release_signal, after_in_child=_let_go)
+os.register_at_fork(
+    before=_hold_signal, after_in_parent=_release_signal, after_in_child=_release_in_child
+)

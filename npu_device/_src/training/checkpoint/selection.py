@@ -210,21 +210,21 @@ def find_storage(world: World | None, directory: Path) -> Storage:
         rank = world.rank
         size = world.size
 
-    def mark(of: int) -> Path:
-        return directory / f".seen-{token}-{of}"
+    def mark_of(marking_rank: int) -> Path:
+        return directory / f".seen-{token}-{marking_rank}"
 
     def leave_mark() -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        mark(rank).touch()
+        mark_of(rank).touch()
 
     try:
         on_all_ranks(world, leave_mark, f"can't write checkpoints to {directory}:")
-        # Files are looked for by name, since a network file system may show an old list of a directory's entries.
-        keeper = next(member for member in range(size) if mark(member).exists())
+        # Marks are looked for by name, since a network file system may show an old list of a directory's entries.
+        keeper = next(candidate for candidate in range(size) if mark_of(candidate).exists())
         return Storage(directory, token, tuple(gather(world, keeper)), rank)
     finally:
         with contextlib.suppress(OSError):
-            mark(rank).unlink(missing_ok=True)
+            mark_of(rank).unlink(missing_ok=True)
 
 
 def send_files(world: World, folder: Path, names: list[str], root: int, takes: bool) -> None:
