@@ -66,7 +66,7 @@ def _row(variable: Variable) -> str:
     default = (
         "–" if value in (None, ()) else f"`{value:g}`" if isinstance(value, float) else f"`{value}`"
     )
-    meaning = variable.meaning + (" Must be the same on all ranks." if variable.everywhere else "")
+    meaning = variable.meaning + (" Must be the same on all ranks." if variable.is_compared else "")
     return f"| `{variable.name}` | {default} | {variable.unit or '–'} | {variable.form.expected} | {meaning} |\n"
 
 

@@ -74,7 +74,7 @@ def _hello(membership: Membership) -> Hello:
         **{name: getattr(membership, name) for name in names},
         seconds=membership.connect_timeout,
         versions={"protocol": str(frames.PROTOCOL), **installed_versions()},
-        settings=environment.settings_everywhere(),
+        settings=environment.compared_settings(),
         machine=socket.gethostname(),
         pid=os.getpid(),
         started=start_time(os.getpid()),

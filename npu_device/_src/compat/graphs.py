@@ -1,5 +1,5 @@
 """The private parts of TensorFlow's graphs that the package uses: functions being traced, what they change and draw,
-variables, datasets.
+and their variables.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def variables_read() -> list[tuple[Any, tf.Tensor]]:
     for variable in watched:
         if id(variable.handle) in handles:
             read.append((variable, handles[id(variable.handle)]))
-    # Sorted by the number of the handle, which grows with each variable that is made.
+    # The id of a handle grows with each variable that is made.
     return sorted(read, key=lambda pair: int(pair[0].handle._id))
 
 
@@ -88,7 +88,7 @@ def functions_that_update(variables: Iterable) -> list[list[str]]:
     for index, variable in enumerate(variables):
         indices[id(inner_variable(variable).handle)] = index
         names.append(set())
-    # Found by their type: asking objects for attributes may run code.
+    # Graphs are recognised by their type: asking objects for attributes may run code.
     graphs = [instance for instance in gc.get_objects() if type(instance) is FuncGraph]
     for graph in graphs:
         captured = [(outer, inner) for outer, inner in graph.captures if id(outer) in indices]
@@ -103,11 +103,10 @@ def functions_that_update(variables: Iterable) -> list[list[str]]:
 
 def _operations_after_exchanges(graph: Any) -> set[str]:
     """Return the names of the operations of a graph that depend on what ranks have exchanged in it."""
-    exchanges = [
-        operation
-        for operation in graph.get_operations()
-        if re.match("PyFunc|EagerPyFunc|Collective", operation.type)
-    ]
+    exchanges = []
+    for operation in graph.get_operations():
+        if re.match("PyFunc|EagerPyFunc|Collective", operation.type):
+            exchanges.append(operation)
 
     def users(operation: Any) -> list:
         return [user for tensor in operation.outputs for user in tensor.consumers()]
@@ -194,32 +193,6 @@ def is_default_strategy(strategy: Any) -> bool:
     return type(strategy).__name__ == "_DefaultDistributionStrategy"
 
 
-def datasets_of(dataset: Any) -> Iterator:
-    """Yield a ``tf.data.Dataset`` and those that it is made of."""
-    yield dataset
-    for source in getattr(dataset, "_inputs", list)():
-        yield from datasets_of(source)
-
-
-def shuffle_seeds(dataset: Any) -> list[tuple[int | None, ...]]:
-    """Return the seeds of each shuffle that a ``tf.data.Dataset`` is made of; None for one that isn't known yet.
-
-    They are both 0 where neither shuffle nor tf.random.set_seed was given a seed (TensorFlow 2.15 to 2.21).
-    """
-    seeds: list[tuple[int | None, ...]] = []
-    for source in reversed(list(datasets_of(dataset))):
-        if "Shuffle" in type(source).__name__ and hasattr(source, "_seed2"):
-            seeds.append((_static_number(source._seed), _static_number(source._seed2)))
-    return seeds
-
-
-def _static_number(tensor: Any) -> int | None:
-    number = tf.get_static_value(tf.convert_to_tensor(tensor))
-    if number is None:
-        return None
-    return int(number)
-
-
 def keep_whole(output: tf.Tensor) -> None:
     """Let TensorFlow run a ``tf.cond``, whose output this is, as one operation.
 
@@ -286,8 +259,9 @@ def replace_input(operation: Any, index: int, tensor: Any) -> None:
 
 def set_seed_of(operation: Any, seed: int) -> None:
     """Set the graph-level part of the seed of a random operation, in a graph that has not run yet."""
-    # Kept in the range of the seeds that random_seed.get_seed gives.
-    operation._set_attr("seed", attr_value_pb2.AttrValue(i=seed % (2**31 - 1)))
+    # ``random_seed.get_seed`` gives no larger seeds.
+    bounded_seed = seed % (2**31 - 1)
+    operation._set_attr("seed", attr_value_pb2.AttrValue(i=bounded_seed))
 
 
 def random_generator_of_process() -> Any:
@@ -323,13 +297,12 @@ def computed_again(tensor: Any, replacements: Mapping[str, Any]) -> Any:
         # A copy would draw other numbers, or have its effect twice.
         if _is_stateful(operation):
             return None
-        copy = tensor.graph.create_op(
-            operation.type,
-            [copies.get(source.name, source) for source in operation.inputs],
-            [output.dtype for output in operation.outputs],
-            attrs=dict(operation.node_def.attr),
-        )
-        copies.update((old.name, new) for old, new in zip(operation.outputs, copy.outputs))
+        inputs = [copies.get(source.name, source) for source in operation.inputs]
+        dtypes = [output.dtype for output in operation.outputs]
+        attributes = dict(operation.node_def.attr)
+        copy = tensor.graph.create_op(operation.type, inputs, dtypes, attrs=attributes)
+        for original, copied in zip(operation.outputs, copy.outputs):
+            copies[original.name] = copied
     return copies.get(tensor.name)
 
 
@@ -368,24 +341,6 @@ def place_without_order() -> str | None:
     return None
 
 
-def dataset_of(iterator: Any) -> Any:
-    """Return the dataset of an eager ``tf.data`` iterator; None for another one. It has no public name."""
-    return getattr(iterator, "_dataset", None)
-
-
-def is_generated(dataset: Any) -> bool:
-    """Return True if the elements of a ``tf.data.Dataset`` come from a Python generator; also of anything else."""
-    if not isinstance(dataset, tf.data.Dataset):
-        return True
-    # ``from_generator`` is a flat_map, too.
-    function = getattr(getattr(dataset, "_map_func", None), "function", None)
-    if function is not None:
-        operations = function.graph.get_operations()
-        if any(operation.type == "GeneratorDataset" for operation in operations):
-            return True
-    return any(map(is_generated, dataset._inputs()))
-
-
 _CALLING = re.compile(r"(Stateful|Stateless|^)(PartitionedCall|If|While|Case|SymbolicGradient)$")
 _READS = re.compile(
     r"ReadVariableOp|ResourceGather|VariableShape|LookupTable(Find|Size|Export)|.*IsInitialized"
@@ -401,7 +356,7 @@ _NUMBERS = {
     "StatelessRandomUniformFullInt StatelessRandomUniformFullIntV2 StatefulUniformFullInt": 1,
     "RandomUniformInt StatefulUniformInt StatelessRandomUniformInt StatelessRandomUniformIntV2": None,
 }
-_HELD = {name: number for names, number in _NUMBERS.items() for name in names.split()}
+_HELD = {name: constant for names, constant in _NUMBERS.items() for name in names.split()}
 _DRAWS = re.compile(
     "(Stateless|Stateful)?(Multinomial|Random(Gamma(V[23])?|Poisson(V2)?|Binomial|Shuffle|Crop|IndexShuffle)|Shuffle|"
     "ParameterizedTruncatedNormal|.*CandidateSampler)$"
@@ -427,11 +382,11 @@ def without_noise(graph: Any) -> None:
             output = operation.outputs[0]
             # The users are looked up before the constant becomes one.
             users = output.consumers()
-            number = _HELD[operation.type]
-            if number is None:
-                # The number of an integer draw is the least that it may draw.
-                number = operation.inputs[-2]
-            constant = tf.fill(tf.shape(output), tf.cast(number, output.dtype))
+            held_number = _HELD[operation.type]
+            if held_number is None:
+                # An integer draw is held at the least integer that it may draw.
+                held_number = operation.inputs[-2]
+            constant = tf.fill(tf.shape(output), tf.cast(held_number, output.dtype))
             for user in users:
                 for index, tensor in enumerate(user.inputs):
                     if tensor is output:
@@ -456,7 +411,7 @@ def what_remains(graph: Any) -> tuple[str, Any] | None:
 
 def _is_stateful(operation: Any) -> bool:
     if operation.type not in _stateful:
-        # Cached by type, since TensorFlow reads the definition anew for each operation.
+        # TensorFlow reads the definition anew for each operation, so the answer is kept by type.
         _stateful[operation.type] = bool(operation.op_def.is_stateful)
     return _stateful[operation.type]
 
@@ -473,9 +428,8 @@ def _is_known(operation_type: str) -> bool:
 
 def _inside(graph: Any) -> Iterator[tuple[str, Any]]:
     """Yield the types of the operations in the functions that a graph calls, each with the operation that calls."""
-    functions = {
-        function.signature.name: function for function in graph.as_graph_def().library.function
-    }
+    library = graph.as_graph_def().library.function
+    functions = {function.signature.name: function for function in library}
 
     def called(node: Any) -> list:
         names = []
@@ -487,12 +441,12 @@ def _inside(graph: Any) -> Iterator[tuple[str, Any]]:
         return itertools.chain.from_iterable(map(called, function.node_def))
 
     for operation in graph.get_operations():
-        if _CALLING.match(operation.type):
-            for function in walk(
-                called(operation.node_def), called_by, lambda function: function.signature.name
-            ):
-                for node in function.node_def:
-                    yield node.op, operation
+        if not _CALLING.match(operation.type):
+            continue
+        starts = called(operation.node_def)
+        for function in walk(starts, called_by, lambda function: function.signature.name):
+            for node in function.node_def:
+                yield node.op, operation
 
 
 def changed_by(graph: Any) -> tuple[list, Any]:
@@ -520,12 +474,11 @@ def _sets(operation: Any, handle: Any) -> bool:
         return True
     try:
         only_read = set(operation.get_attr("_read_only_resource_inputs"))
-    # TensorFlow lacks the attribute where it hasn't looked into the function.
     except ValueError:
+        # TensorFlow lacks the attribute where it hasn't looked into the function.
         return True
-    return any(
-        tensor is handle and index not in only_read for index, tensor in enumerate(operation.inputs)
-    )
+    positions = [index for index, tensor in enumerate(operation.inputs) if tensor is handle]
+    return not only_read.issuperset(positions)
 
 
 def handle_of(variable: Any) -> Any:

@@ -95,15 +95,15 @@ def build_optimizer(optimizer: Any, variables: Any) -> None:
             optimizer.build(variables)
     elif hasattr(optimizer, "build"):
         optimizer.build(variables)
-    # Only legacy optimizers have this attribute.
     elif hasattr(optimizer, "_create_all_weights"):
+        # Only legacy optimizers have this method.
         optimizer._create_all_weights(variables)
 
 
 def adds_up_rows_first(optimizer: Any) -> bool:
     """Return True if an optimizer adds up the rows of one index of a sparse gradient before it computes with them.
 
-    Those of tf-keras do so after clipping. A class of a script may do anything with them before.
+    The optimizers of tf-keras do so after clipping. A class of a script may do anything with them before.
     """
     root = type(optimizer).__module__.split(".", 1)[0]
     if root not in ("keras", "tf_keras", "npu_device") or is_keras_3(keras_of(optimizer)):
@@ -119,7 +119,7 @@ def adds_up_rows_first(optimizer: Any) -> bool:
 
 
 def begin_fit_at(model: Any, epoch: int | None) -> None:
-    """Let the ``fit`` that has called ``on_train_begin`` begin with an epoch, as their backups do; None undoes it."""
+    """Let the ``fit`` that has called ``on_train_begin`` begin with an epoch, as Keras's backups do; None undoes it."""
     if is_keras_3(keras_of(model)):
         model._initial_epoch = epoch
     else:
@@ -143,16 +143,16 @@ def iterators_made(model: Any, used: int, knows_length: bool) -> list[int]:
     """Return how many iterators of its data the running ``fit`` has made, or may have, when it has ``used`` some."""
     # From Keras 3.7 on, an epoch ends by making an iterator; the next one uses it only if steps_per_epoch is given.
     version = str(getattr(keras_of(model), "__version__", "2.0")).split(".")
-    if not knows_length or (int(version[0]), int(version[1])) < (3, 7):
+    release = (int(version[0]), int(version[1]))
+    if not knows_length or release < (3, 7):
         return [used]
     frame: Any = sys._getframe(1)
     while frame is not None:
         epochs = frame.f_locals.get("epoch_iterator")
         if hasattr(epochs, "steps_per_epoch"):
-            number = used
             if epochs.steps_per_epoch is None:
-                number *= 2
-            return [number]
+                return [2 * used]
+            return [used]
         frame = frame.f_back
     # A later Keras may name its variable in another way.
     return sorted({used, 2 * used})
@@ -292,11 +292,9 @@ def optimizer_variables(optimizer: Any, weights: Any) -> list:
     if hasattr(optimizer, "_hyper"):
         if tf.executing_eagerly():
             optimizer._create_hypers()
-        # Sorted by name, as their order depends on when they were made.
-        candidates += [
-            optimizer.iterations,
-            *(optimizer._hyper[name] for name in sorted(optimizer._hyper)),
-        ]
+        candidates.append(optimizer.iterations)
+        # The order of hyperparameters depends on when they were made.
+        candidates += [optimizer._hyper[name] for name in sorted(optimizer._hyper)]
         candidates += slots(optimizer, weights)
     else:
         candidates += [getattr(optimizer, "learning_rate", None)]
@@ -356,7 +354,7 @@ def gradients_and_variables(
 ) -> list[tuple[Any, Any]]:
     """Return pairs from the arguments of one of the ``gradient_entries``.
 
-    Those of tf-keras are given pairs as ``gradients``, those of Keras 3 gradients and variables.
+    The methods of tf-keras are given pairs as ``gradients``, and Keras 3's are given gradients and variables.
     """
     if not is_keras_3(keras_of(optimizer)):
         return list(gradients)
@@ -399,8 +397,8 @@ def slots(optimizer: Any, weights: Any) -> list:
         for name in sorted(optimizer.get_slot_names()):
             try:
                 variables.append(optimizer.get_slot(weight, name))
-            # The optimizer doesn't train this weight.
             except KeyError:
+                # The optimizer doesn't train this weight.
                 continue
     return variables
 
@@ -410,10 +408,12 @@ def layers_that_draw(model: Any) -> list[tuple[Any, Any]]:
     # Only a model has layers to search.
     if not hasattr(model, "_flatten_layers"):
         return []
-    pairs = [
-        (layer, getattr(layer, "_random_generator", None)) for layer in model._flatten_layers()
-    ]
-    return [(layer, generator) for layer, generator in pairs if generator is not None]
+    pairs = []
+    for layer in model._flatten_layers():
+        generator = getattr(layer, "_random_generator", None)
+        if generator is not None:
+            pairs.append((layer, generator))
+    return pairs
 
 
 def hides_its_state(generator: Any) -> bool:

@@ -52,11 +52,10 @@ def variables_of(model: Any) -> list:
     try:
         return list(model.variables)
     except ValueError:
-        lists = [
-            [*layer._trainable_weights, *layer._non_trainable_weights]
-            for layer in all_layers(model)
-        ]
-        return _unique(variable for variables in lists for variable in variables)
+        variables = []
+        for layer in all_layers(model):
+            variables += [*layer._trainable_weights, *layer._non_trainable_weights]
+        return _unique(variables)
 
 
 def operations_of(model: Any) -> list:
@@ -64,12 +63,10 @@ def operations_of(model: Any) -> list:
     between them; without metrics, which are layers in tf-keras.
     """
     layers = [layer for layer in all_layers(model) if not hasattr(layer, "update_state")]
-    return _unique(
-        [
-            *layers,
-            *(operation for layer in layers for operation in getattr(layer, "operations", ())),
-        ]
-    )
+    operations = list(layers)
+    for layer in layers:
+        operations += getattr(layer, "operations", ())
+    return _unique(operations)
 
 
 def is_layer(candidate: Any) -> bool:
@@ -83,23 +80,27 @@ def is_optimizer(candidate: Any) -> bool:
 def counters_of(model: Any) -> list:
     """Return tf-keras's own counters in a model, which are variables."""
     names = ("_train_counter", "_test_counter", "_predict_counter", "_steps_per_execution")
-    return [vars(model)[name] for name in names if vars(model).get(name) is not None]
+    counters = [vars(model).get(name) for name in names]
+    return [counter for counter in counters if counter is not None]
 
 
 def metrics_of(model: Any) -> list:
-    compiled = [
-        getattr(model, name, None)
-        for name in ("_loss_tracker", "_compile_metrics", "compiled_metrics")
-    ]
-    losses = [getattr(model, name, None) for name in ("_compile_loss", "compiled_loss")]
-    return _unique(itertools.chain.from_iterable(map(_flat, [*model.metrics, *compiled, *losses])))
+    containers = list(model.metrics)
+    for name in (
+        "_loss_tracker",
+        "_compile_metrics",
+        "compiled_metrics",
+        "_compile_loss",
+        "compiled_loss",
+    ):
+        containers.append(getattr(model, name, None))
+    return _unique(itertools.chain.from_iterable(map(_flat, containers)))
 
 
 def loss_trackers_of(model: Any) -> list:
     """Return the metrics to which Keras itself passes losses, with the number of samples in the batch."""
-    trackers = [
-        getattr(model, name, None) for name in ("_loss_tracker", "_compile_loss", "compiled_loss")
-    ]
+    names = ("_loss_tracker", "_compile_loss", "compiled_loss")
+    trackers = [getattr(model, name, None) for name in names]
     return _unique(itertools.chain.from_iterable(map(_flat, trackers)))
 
 
@@ -175,7 +176,8 @@ def is_built(model: Any) -> bool:
         return False
     names = ("_compile_metrics", "compiled_metrics", "_compile_loss", "compiled_loss")
     containers = [getattr(model, name, None) for name in names]
-    used = [container for container in containers if container is not None and _is_used(container)]
+    existing = [container for container in containers if container is not None]
+    used = filter(_is_used, existing)
     return all(getattr(container, "built", True) for container in used)
 
 
@@ -196,11 +198,12 @@ def moving_statistics(model: Any) -> list:
     excluded = {id(state) for state in states_of_samples(model)}
     for layer in [*excluded_layers, *metrics_of(model)]:
         excluded.update(map(id, variables_of(layer)))
-    updated = _unique(
-        variable for layer in layers if layer.trainable for variable in _not_trained(layer)
-    )
+    updated = []
+    for layer in layers:
+        if layer.trainable:
+            updated += _not_trained(layer)
     variables = []
-    for variable in updated:
+    for variable in _unique(updated):
         if id(variable) not in excluded and not is_vocabulary(variable):
             variables.append(variable)
     return [variable for variable in variables if tf.as_dtype(variable.dtype).is_floating]
@@ -212,15 +215,17 @@ def states_of_samples(model: Any) -> list:
     for layer in all_layers(model):
         if getattr(layer, "stateful", False) and hasattr(layer, "cell"):
             layers.append(layer)
-    states = [tf.nest.flatten(getattr(layer, "states", None)) for layer in layers]
-    return [state for of_layer in states for state in of_layer if hasattr(state, "assign")]
+    states = []
+    for layer in layers:
+        states += tf.nest.flatten(getattr(layer, "states", None))
+    return [state for state in states if hasattr(state, "assign")]
 
 
 def _not_trained(layer: Any) -> list:
     try:
         return list(layer.non_trainable_weights)
-    # A tf-keras model raises this if a part was never called; its layers are asked, too.
     except ValueError:
+        # A tf-keras model raises this if a part was never called; its layers are asked, too.
         return []
 
 
@@ -283,12 +288,12 @@ def is_batch_normalization(layer: Any) -> bool:
 def batch_normalizations() -> list:
     """Return the batch normalizations that exist in this process, of either Keras."""
     classes = set(_with_subclasses(_batch_normalizations()))
-    # Without such a class, no object can be an instance, and the search is saved.
+    # The search takes long, and finds nothing if no Keras is imported.
     if not classes:
         return []
-    # Compared by the type alone: an attribute of any object could be computed, such as that of a module that loads
-    # late. The faster ``gc.get_referrers`` ends the process (SIGSEGV) if extension modules such as scikit-learn's are
-    # loaded.
+    # Objects are compared by their types alone: to ask any object for an attribute may run code, such as the import of
+    # a module that loads late. The faster ``gc.get_referrers`` ends the process (SIGSEGV) if extension modules such as
+    # scikit-learn's are loaded.
     return [instance for instance in gc.get_objects() if type(instance) in classes]
 
 

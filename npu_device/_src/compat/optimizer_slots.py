@@ -60,9 +60,9 @@ def why_not_alone(optimizer: Any) -> str:
     if base is None or base.__name__ not in _STATE_IN_SLOTS.split():
         name = (base or script_class).__name__
         return f"{name} may keep state of a variable elsewhere than in its slots"
-    optimizer_class = keras.optimizers.Optimizer
+    keras_optimizer = keras.optimizers.Optimizer
     for cls in script_class.__mro__[: script_class.__mro__.index(base)]:
-        names = {name for name in vars(cls) if hasattr(optimizer_class, name)}
+        names = {name for name in vars(cls) if hasattr(keras_optimizer, name)}
         plain = _OWN_METHODS | {name for name in names if name.startswith("__")}
         if changed := sorted(names - plain):
             return f"{cls.__name__} overrides {', '.join(changed)}"
@@ -122,10 +122,10 @@ def lists_of_slots(optimizer: Any, trained: Sequence) -> Iterator[Sequence]:
 
 def _is_slot(slot: Any, variable: Any) -> bool:
     if isinstance(variable, tf.Variable):
-        is_kind = tf_keras_slots.is_plain_variable(slot)
+        is_variable = tf_keras_slots.is_plain_variable(slot)
     else:
-        is_kind = isinstance(slot, keras_of(variable).Variable)
-    return is_kind and tuple(slot.shape) == tuple(variable.shape)
+        is_variable = isinstance(slot, keras_of(variable).Variable)
+    return is_variable and tuple(slot.shape) == tuple(variable.shape)
 
 
 def update_without_gradients(optimizer: Any) -> None:
@@ -225,7 +225,7 @@ def clipped_with_all(
         clipped = clip(clipped)
         return [gradient for gradient, position in zip(clipped, positions) if position in share]
 
-    # Set past the optimizer's own ``__setattr__``, which tracks what is to be saved.
+    # The optimizer's own ``__setattr__`` is bypassed, since it tracks what is to be saved.
     vars(optimizer)[name] = clip_with_all
     try:
         yield
@@ -237,19 +237,19 @@ def clipped_with_all(
 
 
 def with_averages(
-    optimizer: Any, trained: Sequence, indices: Sequence[int], act: Callable[[list], Any]
+    optimizer: Any, trained: Sequence, indices: Sequence[int], method: Callable[[list], Any]
 ) -> Any:
-    """Call a function of an optimizer with some of the variables that it trains, given by their positions."""
+    """Call a method of an optimizer with some of the variables that it trains, given by their positions."""
     chosen = [trained[index] for index in indices]
     # tf-keras looks up the average of each variable, so that no other averages are in the way.
     if not is_keras_3(keras_of(optimizer)):
-        return act(chosen)
+        return method(chosen)
     averages = getattr(optimizer, _AVERAGES)
-    # While it runs, the optimizer has the averages of only those; set past Keras's own ``__setattr__``, which tracks
-    # what is to be saved.
+    # While the method runs, the optimizer has the averages of the chosen variables only. Keras's own ``__setattr__`` is
+    # bypassed, since it tracks what is to be saved.
     vars(optimizer)[_AVERAGES] = [averages[index] for index in indices]
     try:
-        return act(chosen)
+        return method(chosen)
     finally:
         vars(optimizer)[_AVERAGES] = averages
 
@@ -280,7 +280,7 @@ def lend_averages(optimizer: Any, lend: Callable[[Sequence], Iterator]) -> None:
     has_callback = hasattr(keras_of(optimizer).callbacks, "SwapEMAWeights")
     if optimizer.use_ema and has_callback:
         averages = _Averages(getattr(optimizer, _AVERAGES), lend)
-        # Past Keras's own __setattr__, which tracks what is to be saved.
+        # Keras's own ``__setattr__`` is bypassed, since it tracks what is to be saved.
         vars(optimizer)[_AVERAGES] = averages
 
 

@@ -103,7 +103,7 @@ def context_is_initialized() -> bool:
 
 def let_idle_threads_sleep() -> None:
     """Let the threads that TensorFlow is going to make sleep when idle; by default they use a core to look for work."""
-    # Asked first, or TensorFlow would take the visible GPUs from this configuration.
+    # Without this question, TensorFlow would take the visible GPUs from the configuration below.
     tf.config.get_visible_devices()
     sleepy = config_pb2.ConfigProto.Experimental(disable_thread_spinning=True)
     _context.context()._config = config_pb2.ConfigProto(experimental=sleepy)
@@ -125,8 +125,9 @@ def renew_context_of_graphs() -> None:
 
 def server_def(cluster: dict[str, list[str]], job: str, task: int, port: int, config: Any) -> Any:
     """Return the protobuf that starts TensorFlow's gRPC server inside the eager context."""
+    cluster_def = tf.train.ClusterSpec(cluster).as_cluster_def()
     return tensorflow_server_pb2.ServerDef(
-        cluster=tf.train.ClusterSpec(cluster).as_cluster_def(),
+        cluster=cluster_def,
         default_session_config=config,
         job_name=job,
         task_index=task,
@@ -184,8 +185,10 @@ def lines_of_stack(frame: Any) -> Iterator[tuple[str, int, str]]:
 
 def open_sessions(graph: Any) -> list:
     """Return the sessions of TensorFlow 1 in this process that run a graph; some may have been closed."""
-    # Sessions and interactive ones have no public class in common. Found by their type: asking objects may run code.
-    sessions = [
-        instance for instance in gc.get_objects() if issubclass(type(instance), session.BaseSession)
-    ]
-    return [running for running in sessions if running.graph is graph]
+    # Sessions and interactive ones have no public class in common. They are recognised by their type: asking objects
+    # for attributes may run code.
+    sessions = []
+    for instance in gc.get_objects():
+        if issubclass(type(instance), session.BaseSession) and instance.graph is graph:
+            sessions.append(instance)
+    return sessions

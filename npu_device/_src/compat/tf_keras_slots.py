@@ -40,7 +40,7 @@ def free_until_first_step(slot: Any, initial_value: Any) -> None:
     is_restored = slot._update_uid >= 0
     if element is not None and not is_restored:
         vars(slot)[_ELEMENT] = element
-        _free(slot)
+        _free_memory(slot)
 
 
 def _element_of(initial_value: Any) -> Any:
@@ -54,7 +54,7 @@ def _element_of(initial_value: Any) -> Any:
     array = np.ascontiguousarray(initial_value.numpy())
     if array.size < 2:
         return None
-    # As bytes, since NaN isn't equal to itself, and -0.0 is to 0.0.
+    # Elements are compared as bytes, since NaN isn't equal to itself, and -0.0 is to 0.0.
     rows = array.reshape(-1, 1).view(np.uint8)
     if not np.array_equal(rows, np.broadcast_to(rows[0], rows.shape)):
         return None
@@ -68,13 +68,13 @@ def watch_reads(slot: Any) -> None:
 def make_remote(slot: Any) -> None:
     watch_reads(slot)
     if has_memory(slot):
-        _free(slot)
+        _free_memory(slot)
 
 
 def make_whole(slot: Any) -> None:
     """Give a slot back what it has had before the first step."""
     if not has_memory(slot):
-        _give_memory(slot)
+        _allocate_memory(slot)
     # A slot that has been built whole has the class that TensorFlow has given it.
     slot.__class__ = getattr(slot, "_npu_plain_class", slot.__class__)
     del vars(slot)[SHARE]
@@ -93,7 +93,7 @@ def in_order_of_slots(optimizer: Any, variables: Sequence) -> list | None:
     """Return variables in the order in which a built optimizer keeps slots for them; None if it is built for others."""
     positions = {}
     for variable in variables:
-        # The optimizer itself keeps no more than this number of each variable.
+        # The optimizer itself keeps no more of a variable than its position.
         position = optimizer._index_dict.get(optimizer._var_key(variable))
         positions[position] = variable
     if set(positions) != set(optimizer._index_dict.values()):
@@ -103,13 +103,17 @@ def in_order_of_slots(optimizer: Any, variables: Sequence) -> list | None:
 
 def variables_held(optimizer: Any) -> list:
     """Return the variables that are attributes of an optimizer, or in its lists: tf-keras doesn't list all of them."""
-    attributes: list = []
-    for value in vars(optimizer).values():
-        members = [value]
-        if isinstance(value, (list, tuple)):
-            members = list(value)
-        attributes.extend(member for member in members if isinstance(member, tf.Variable))
-    return attributes
+    variables: list = []
+    for attribute in vars(optimizer).values():
+        candidates = [attribute]
+        if isinstance(attribute, (list, tuple)):
+            candidates = list(attribute)
+        variables.extend(filter(_is_tensorflow_variable, candidates))
+    return variables
+
+
+def _is_tensorflow_variable(candidate: Any) -> bool:
+    return isinstance(candidate, tf.Variable)
 
 
 def half_squared_norm(gradient: Any) -> tf.Tensor:
@@ -132,22 +136,24 @@ def empty(variable: Any) -> None:
     nine empty dimensions, as no operation of TensorFlow can make a variable uninitialized.
     """
     with tf.init_scope(), tf.device(variable.device):
-        nothing = tf.zeros([0] * 9, variable.dtype)
-        tf.raw_ops.AssignVariableOp(resource=variable.handle, value=nothing, validate_shape=False)
+        no_elements = tf.zeros([0] * 9, variable.dtype)
+        tf.raw_ops.AssignVariableOp(
+            resource=variable.handle, value=no_elements, validate_shape=False
+        )
 
 
-def _free(slot: Any) -> None:
+def _free_memory(slot: Any) -> None:
     empty(slot)
     with tf.init_scope(), tf.device(slot.device):
         holder = UninitializedVariable(trainable=False, shape=slot.shape, dtype=slot.dtype)
-    _take_handle(slot, holder)
+    _adopt_handle(slot, holder)
     vars(slot)[_HAS_MEMORY] = False
 
 
-def _give_memory(slot: Any) -> None:
+def _allocate_memory(slot: Any) -> None:
     with tf.init_scope(), tf.device(slot.device):
         holder = tf.Variable(_initial_value(slot), trainable=False)
-    _take_handle(slot, holder)
+    _adopt_handle(slot, holder)
     vars(slot)[_HAS_MEMORY] = True
 
 
@@ -156,7 +162,7 @@ def _initial_value(slot: Any) -> tf.Tensor:
     return tf.fill(slot.shape, tf.constant(element, slot.dtype))
 
 
-def _take_handle(slot: Any, holder: Any) -> None:
+def _adopt_handle(slot: Any, holder: Any) -> None:
     # SavedModels look for the variable of a handle.
     handle = holder.handle
     handle._parent_trackable = weakref.ref(slot)
@@ -206,7 +212,7 @@ def _remote_class(variable_class: Any) -> Any:
     class RemoteVariable(variable_class):
         """A slot that another rank holds. Until the first step, it has its initial value unless assigned another."""
 
-        # All methods of TensorFlow's variables that return the value call this one.
+        # All methods of TensorFlow's variables that return the value call ``_read_variable_op``.
         def _read_variable_op(self, *args: Any, **kwargs: Any) -> Any:
             share = getattr(self, SHARE)
             if share.is_apart:
@@ -221,16 +227,18 @@ def _remote_class(variable_class: Any) -> Any:
             share = getattr(self, SHARE)
             if not share.is_apart:
                 if not has_memory(self):
-                    _give_memory(self)
+                    _allocate_memory(self)
                 return super().assign(value, *args, **kwargs)
             share.assign(self, value)
             return self
 
         def assign_add(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
-            return self.assign(self.read_value() + tf.cast(delta, self.dtype), *args, **kwargs)
+            new_value = self.read_value() + tf.cast(delta, self.dtype)
+            return self.assign(new_value, *args, **kwargs)
 
         def assign_sub(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
-            return self.assign(self.read_value() - tf.cast(delta, self.dtype), *args, **kwargs)
+            new_value = self.read_value() - tf.cast(delta, self.dtype)
+            return self.assign(new_value, *args, **kwargs)
 
         def is_initialized(self, name: str | None = None) -> tf.Tensor:
             return tf.constant(True)

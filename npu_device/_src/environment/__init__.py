@@ -5,8 +5,8 @@ from npu_device._src.environment.checks import (
     ALL as ALL,
     HOROVOD_OF_A_RANK as HOROVOD_OF_A_RANK,
     check_own_variables as check_own_variables,
+    compared_settings as compared_settings,
     horovod_variables_without_effect as horovod_variables_without_effect,
-    settings_everywhere as settings_everywhere,
 )
 from npu_device._src.environment.forms import Variable as Variable
 from npu_device._src.environment.launcher_variables import *  # noqa: F403

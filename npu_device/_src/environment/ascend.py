@@ -89,7 +89,7 @@ AOE_MODE = optional(
     "AOE_MODE",
     forms.one_of("1", "2", "4"),
     "mode of the tuner of Ascend. No effect: 4 logs a warning, see [faster.md](faster.md#tune-the-gradient-split).",
-    everywhere=True,
+    is_compared=True,
 )
 PROFILING_MODE = Variable(
     "PROFILING_MODE",

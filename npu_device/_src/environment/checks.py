@@ -47,10 +47,11 @@ def check_own_variables(warns: bool) -> None:
     # An unknown name is probably misspelled, and would silently do nothing.
     unknown = sorted(names_in_environment("NPU_DEVICE_") - names)
     if unknown:
+        hints = "\n".join(_with_hint(name, names) for name in unknown)
         _log.warning(
             "npu_device has no environment variables of these names, and ignores them:\n%s\n"
             "What to do: correct or unset them; npurun docs environment lists all variables.",
-            "\n".join(_with_hint(name, names) for name in unknown),
+            hints,
         )
 
 
@@ -61,13 +62,14 @@ def _with_hint(name: str, names: Collection[str]) -> str:
     return f"  {name}: did you mean {matches[0]}?"
 
 
-def settings_everywhere() -> dict[str, str]:
+def compared_settings() -> dict[str, str]:
     """Return the variables that must be the same on all ranks and don't have their defaults, by name."""
     # Values are compared as they are read, so that two spellings of one are equal.
-    variables = [
-        variable for variable in ALL if variable.everywhere and variable.get() != variable.default
-    ]
-    return {variable.name: str(variable.get()) for variable in variables}
+    settings = {}
+    for variable in ALL:
+        if variable.is_compared and variable.get() != variable.default:
+            settings[variable.name] = str(variable.get())
+    return settings
 
 
 def horovod_variables_without_effect() -> list[str]:

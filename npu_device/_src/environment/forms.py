@@ -33,7 +33,7 @@ class Variable(Generic[Value_co]):
     default: Value_co  # the value of ``get`` if the variable is unset or empty
     meaning: str  # one sentence for the documentation
     unit: str = ""  # unit of the value, or ""
-    everywhere: bool = False  # the ranks refuse to begin with different values
+    is_compared: bool = False  # the ranks refuse to begin with different values
 
     def raw(self) -> str | None:
         """Return the text in the environment; None if unset or empty."""
@@ -56,8 +56,8 @@ class Variable(Generic[Value_co]):
         if text is None:
             return self.default
         try:
+            # Shells and files leave spaces around a value.
             return self.form.parse(text.strip())
-        # Shells and files leave spaces around a value.
         except ValueError:
             raise ValueError(
                 f"EI0001: the environment variable {self.name} is {text!r}; expected {self.form.expected}.\n"
@@ -86,9 +86,9 @@ def names_in_environment(prefix: str) -> set[str]:
 
 
 def optional(
-    name: str, form: Form[Value], meaning: str, unit: str = "", everywhere: bool = False
+    name: str, form: Form[Value], meaning: str, unit: str = "", is_compared: bool = False
 ) -> Variable[Value | None]:
-    return Variable(name, form, None, meaning, unit, everywhere)
+    return Variable(name, form, None, meaning, unit, is_compared)
 
 
 def integer(low: int, high: int | None = None) -> Form[int]:
@@ -120,7 +120,7 @@ def one_of(*texts: str, spelled: Callable[[str], str] = str, note: str = "") -> 
 
 def split(text: str) -> str | tuple[int, ...] | tuple[float, ...]:
     """Parse numbers as ``set_split_strategy_by_idx`` takes them, percentages (floats), or ``auto``, which is gone."""
-    # Kept as it is: whoever reads this old value explains it.
+    # This old value stays as it is: its reader explains what to do instead.
     if text == "auto":
         return text
     words = text.strip("[]").split(",")
@@ -131,16 +131,20 @@ def split(text: str) -> str | tuple[int, ...] | tuple[float, ...]:
             raise ValueError(text)
         return shares
     numbers = tuple(map(int, words))
-    if len(numbers) > 8 or numbers[0] < 0 or list(numbers) != sorted(set(numbers)):
+    is_rising = list(numbers) == sorted(set(numbers))
+    if len(numbers) > 8 or numbers[0] < 0 or not is_rising:
         raise ValueError(text)
     return numbers
 
 
 def _span(text: str, high: float) -> tuple[int, int]:
     start, _, end = text.partition("-")
-    if not (start.isdecimal() and end.isdecimal() and 1 <= int(start) <= int(end) <= high):
+    if not (start.isdecimal() and end.isdecimal()):
         raise ValueError(text)
-    return int(start), int(end)
+    span = int(start), int(end)
+    if not 1 <= span[0] <= span[1] <= high:
+        raise ValueError(text)
+    return span
 
 
 def _windows(text: str) -> tuple[tuple[int, int], ...]:
@@ -161,7 +165,7 @@ def address_and_port(text: str) -> tuple[str, int]:
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
     elif ":" in host:
-        # Without brackets it is ambiguous where the port of an IPv6 address begins.
+        # An IPv6 address without brackets is refused, since its last group may be the port.
         host = ""
     if not host or not port.isdecimal() or not 1 <= int(port) <= 65535:
         raise ValueError(text)
@@ -180,7 +184,7 @@ def audit(text: str) -> int | str:
 def seconds(high: float) -> Form[float]:
     def parse(text: str) -> float:
         number = float(text)
-        # Written so that NaN is refused, too.
+        # NaN fails this comparison, too.
         if not 0 < number <= high:
             raise ValueError(text)
         return number
@@ -189,8 +193,11 @@ def seconds(high: float) -> Form[float]:
 
 
 def _numbers(text: str) -> tuple[tuple[str, float], ...]:
-    pairs = [pair.partition("=") for pair in text.split(",")]
-    return tuple((name.strip(), float(number)) for name, _, number in pairs)
+    pairs = []
+    for pair in text.split(","):
+        name, _, number = pair.partition("=")
+        pairs.append((name.strip(), float(number)))
+    return tuple(pairs)
 
 
 INDEX = integer(0)

@@ -7,10 +7,10 @@ from npu_device._src.environment.forms import Form, Variable, optional
 
 
 def _choice(
-    name: str, words: tuple[str, ...], meaning: str, everywhere: bool = False
+    name: str, words: tuple[str, ...], meaning: str, is_compared: bool = False
 ) -> Variable[str]:
     """Return a variable with one of these values, of which the first is the default."""
-    return Variable(name, forms.one_of(*words), words[0], meaning, everywhere=everywhere)
+    return Variable(name, forms.one_of(*words), words[0], meaning, is_compared=is_compared)
 
 
 NPU_DEVICE_SECRET = optional(
@@ -60,14 +60,14 @@ NPU_DEVICE_BACKEND = _choice(
     "needs ranks that one `mpiexec` started; `tcp` is TCP connections of this package. `auto` is `nccl` where each "
     "rank has a GPU; or else `mpi` where one `mpiexec` started the ranks and mpi4py is installed; or else "
     "`tensorflow`. In this release, `shared_memory` still stands for `NPU_DEVICE_SHARED_MEMORY=required`.",
-    everywhere=True,
+    is_compared=True,
 )
 NPU_DEVICE_SHARED_MEMORY = _choice(
     "NPU_DEVICE_SHARED_MEMORY",
     ("on", "off", "required"),
     "whether the ranks of a host share memory for their tensors: `on`, where they can; `off` sends tensors through the "
     "engine of `NPU_DEVICE_BACKEND` within a host too; with `required`, ranks that can't share memory are an error.",
-    everywhere=True,
+    is_compared=True,
 )
 NPU_DEVICE_STALL_WARNING = Variable(
     "NPU_DEVICE_STALL_WARNING",
@@ -103,14 +103,14 @@ NPU_DEVICE_SPLIT = optional(
     ),
     "how gradients are split if the script sets no split strategy: numbers are those of `set_split_strategy_by_idx`, "
     "for lists that they fit; percentages those of `set_split_strategy_by_size`.",
-    everywhere=True,
+    is_compared=True,
 )
 NPU_DEVICE_SHARD_OPTIMIZER = _choice(
     "NPU_DEVICE_SHARD_OPTIMIZER",
     ("off", "on"),
     "whether the updates of Keras optimizers are divided among the ranks (ZeRO stage 1), where a script doesn't say "
     "so itself by `shard_optimizer=`.",
-    everywhere=True,
+    is_compared=True,
 )
 NPU_DEVICE_TUNE_COPIES = _choice(
     "NPU_DEVICE_TUNE_COPIES",
@@ -125,7 +125,7 @@ NPU_DEVICE_UNEQUAL_START = _choice(
     "`tf.function` that reduces gradients itself is traced: `repair` gives them the values of rank 0, with a warning; "
     "`error` raises an error; `ignore` doesn't check. Eager loops that reduce gradients themselves only get the "
     "warning of `repair`. A replicated model always begins with the values of rank 0.",
-    everywhere=True,
+    is_compared=True,
 )
 NPU_DEVICE_AUDIT = Variable(
     "NPU_DEVICE_AUDIT",
@@ -134,27 +134,27 @@ NPU_DEVICE_AUDIT = Variable(
     "number of steps after which the ranks compare digests of variables and optimizer state. `auto`: so that it takes "
     "about 0.05 % of the time. `off`: never.",
     "steps",
-    everywhere=True,
+    is_compared=True,
 )
 NPU_DEVICE_DRIFT = _choice(
     "NPU_DEVICE_DRIFT",
     ("error", "warning"),
     "what happens when the audit finds ranks with different variables: an error on all ranks, or one warning.",
-    everywhere=True,
+    is_compared=True,
 )
 NPU_DEVICE_CHECK_GRADIENTS = _choice(
     "NPU_DEVICE_CHECK_GRADIENTS",
     ("off", "on"),
     "`on` makes a wrapped optimizer check the gradients of each step: NaN or infinity raises an error on all ranks "
     "that names the ranks and variables.",
-    everywhere=True,
+    is_compared=True,
 )
 NPU_DEVICE_FIRST_STEP_CHECK = _choice(
     "NPU_DEVICE_FIRST_STEP_CHECK",
     ("on", "off"),
     "`on` checks the train step of a replicated model before its first step: is the gradient of a few samples the mean "
     "of the gradients of parts of them? If not, the step raises an error or prints a warning.",
-    everywhere=True,
+    is_compared=True,
 )
 NPU_DEVICE_STATEMENT = _choice(
     "NPU_DEVICE_STATEMENT",
@@ -172,14 +172,14 @@ NPU_DEVICE_STEP_RANDOM = _choice(
     ("own", "same"),
     "random numbers in the training step of a replicated model: `own` lets each rank draw its own for its samples; "
     "`same` lets all ranks draw the same, so that gradients are noisier than on one process. `same` ends with 0.3.",
-    everywhere=True,
+    is_compared=True,
 )
 NPU_DEVICE_DIVISION = _choice(
     "NPU_DEVICE_DIVISION",
     ("alike", "first"),
     "how a replicated model divides a batch whose tensors have different lengths: `alike` cuts all at the same "
     "fractions; `first` cuts all by the length of the first one, as version 0.1 did. `first` ends with 0.3.",
-    everywhere=True,
+    is_compared=True,
 )
 NPU_DEVICE_HOROVOD = optional(
     "NPU_DEVICE_HOROVOD",

@@ -18,16 +18,14 @@ TF_CONFIG = optional(
 )
 TF_NUM_INTRAOP_THREADS = optional("TF_NUM_INTRAOP_THREADS", forms.TEXT, _THREADS, "threads")
 TF_NUM_INTEROP_THREADS = optional("TF_NUM_INTEROP_THREADS", forms.TEXT, _THREADS, "threads")
-# Escaped, since gRPC takes a comma for the end of the option.
-_SERVICE_CONFIG = (
-    (
-        '{"methodConfig":[{"name":[{"service":"tensorflow.WorkerService","method":"MarkRecvFinished"}],"retryPolicy":'
-        '{"maxAttempts":2,"initialBackoff":"86400s","maxBackoff":"86400s","backoffMultiplier":1,'
-        '"retryableStatusCodes":["UNAVAILABLE"]}}]}'
-    )
-    .replace(",", r"\054")
-    .replace('"', r"\"")
+_RETRY_POLICY = (
+    '{"methodConfig":[{"name":[{"service":"tensorflow.WorkerService","method":"MarkRecvFinished"}],"retryPolicy":'
+    '{"maxAttempts":2,"initialBackoff":"86400s","maxBackoff":"86400s","backoffMultiplier":1,'
+    '"retryableStatusCodes":["UNAVAILABLE"]}}]}'
 )
+# gRPC takes a comma for the end of the option.
+_WITHOUT_COMMAS = _RETRY_POLICY.replace(",", r"\054")
+_SERVICE_CONFIG = _WITHOUT_COMMAS.replace('"', r"\"")
 GRPC_MAX_RETRIES = Variable(
     "GRPC_MAX_RETRIES",
     forms.integer(0),

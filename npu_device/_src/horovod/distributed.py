@@ -132,7 +132,7 @@ def _with_old_names(original: Any) -> Any:
     rate = property(
         lambda self: self.learning_rate, lambda self, rate: setattr(self, "learning_rate", rate)
     )
-    # The list comes from Keras's own property, which this one hides.
+    # The list comes from Keras's own property, which the new property hides.
     variables = property(lambda self: _CallableList(original.variables.fget(self)))
     names = {"lr": rate, "variables": variables, "__module__": original.__module__}
     return type(original.__name__, (original,), names)
@@ -212,7 +212,7 @@ def _distributed(original: Any) -> Any:
         nested_sources = tf.nest.flatten(sources)
         is_local = [self.npu_local.has(source) for source in nested_sources]
         common = [gradient for gradient, local in zip(gradients, is_local) if not local]
-        # Reduced as one list, so that the split strategy sees all of them together.
+        # The gradients are reduced as one list, so that the split strategy sees all of them together.
         reduced = iter(_reduced(common, *self.npu_settings) if common else ())
         for position, local in enumerate(is_local):
             if local:

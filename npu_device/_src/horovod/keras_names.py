@@ -26,7 +26,7 @@ def _run_at_once(operation: Any) -> Any:
     def run(*arguments: Any, **options: Any) -> Any:
         if tf.executing_eagerly():
             return operation(*arguments, **options)
-        # Run eagerly, since Horovod's Keras calls return values, which a graph doesn't have.
+        # Horovod's Keras calls return values, which a graph doesn't have.
         with compat.eager_mode():
             return operation(*arguments, **options).numpy()
 
@@ -101,11 +101,12 @@ class MetricAverageCallback(tf.keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: _Logs = None) -> None:
         if logs:
-            # Sorted, since Keras may log metrics in another order on each rank.
+            # Keras may log metrics in another order on each rank.
             names = sorted(logs)
-            # Averaged in float64, the precision of Python's numbers in the logs.
+            # Python's numbers in the logs have the precision of float64.
+            metrics = np.asarray([logs[name] for name in names], np.float64)
             with compat.eager_mode():
-                means = all_reduce([np.asarray([logs[name] for name in names], np.float64)])[0]
+                [means] = all_reduce([metrics])
             logs.update(zip(names, np.asarray(means).tolist()))
 
 

@@ -45,6 +45,12 @@ class LocalSources:
         return weighted(gradient, self._factor)
 
 
+def _dense(gradient: Any) -> Any:
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.convert_to_tensor(gradient)
+    return gradient
+
+
 class LocalGradients:
     """What happens to the gradients of a Keras optimizer on this rank.
 
@@ -60,93 +66,92 @@ class LocalGradients:
         backward_passes_per_step: int = 1,
         average_aggregated_gradients: bool = False,
     ) -> None:
-        self._dense = sparse_as_dense
+        self._makes_dense = sparse_as_dense
         self.passes = backward_passes_per_step
         self._divisor = 1
         if average_aggregated_gradients:
             self._divisor = backward_passes_per_step
         self._sums: dict[int, Any] = {}  # sums by the id of the trained variable
         self._count: Any = None
-        self._is_inside = False
+        self._is_applying = False
 
     def made_dense(self, gradients: Sequence) -> list:
         """Return gradients, with sparse ones made dense if that is asked for."""
-        if not self._dense:
+        if not self._makes_dense:
             return list(gradients)
-        return [
-            tf.convert_to_tensor(gradient) if isinstance(gradient, tf.IndexedSlices) else gradient
-            for gradient in gradients
-        ]
+        return list(map(_dense, gradients))
 
     def install(self, optimizer: Any) -> None:
         """Put this before the methods of the optimizer, if anything is asked for."""
-        if not self._dense and self.passes == 1:
+        if not self._makes_dense and self.passes == 1:
             return
         if self.passes > 1:
             self._keep_sums(optimizer)
-        # The optimizer's own methods, taken before they are replaced below.
-        apply_pairs: Any = optimizer.apply_gradients
-        apply_lists: Any = getattr(optimizer, "apply", None)
+        # The optimizer's own methods, which are replaced below.
+        own_apply_gradients: Any = optimizer.apply_gradients
+        own_apply: Any = getattr(optimizer, "apply", None)
 
         @_as_it_is
         def apply_gradients(grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
             gradients, variables = map(list, zip(*grads_and_vars))
-            go_on = lambda summed: apply_pairs(list(zip(summed, variables)), *args, **kwargs)  # noqa: E731
-            return self.enter(optimizer, gradients, variables, go_on)
+
+            def apply_own(to_apply: Sequence) -> Any:
+                return own_apply_gradients(list(zip(to_apply, variables)), *args, **kwargs)
+
+            return self.enter(optimizer, gradients, variables, apply_own)
 
         @_as_it_is
         def apply(grads: Any, trainable_variables: Any = None) -> Any:
             variables = compat.variables_to_update(optimizer, trainable_variables)
-            return self.enter(
-                optimizer,
-                list(grads),
-                variables,
-                lambda summed: apply_lists(summed, trainable_variables),
-            )
+
+            def apply_own(to_apply: Sequence) -> Any:
+                return own_apply(to_apply, trainable_variables)
+
+            return self.enter(optimizer, list(grads), variables, apply_own)
 
         optimizer.apply_gradients = apply_gradients
-        if apply_lists is not None:
+        if own_apply is not None:
             optimizer.apply = apply
 
     def _keep_sums(self, optimizer: Any) -> None:
         """Let checkpoints keep what this rank has added up, and other files cause a warning."""
-        build: Any = getattr(optimizer, "build", None)
-        save: Any = getattr(optimizer, "save_own_variables", None)
-        children: Any = optimizer._trackable_children
+        own_build: Any = getattr(optimizer, "build", None)
+        own_save: Any = getattr(optimizer, "save_own_variables", None)
+        own_children: Any = optimizer._trackable_children
 
         def build_with_sums(variables: Any) -> None:
-            build(variables)
+            own_build(variables)
             self._make_sums(optimizer, variables)
 
         def save_own_variables(store: Any) -> None:
             warn_of_file(optimizer, self._sums.values())
-            save(store)
+            own_save(store)
 
         def trackable_children(save_type: str = "checkpoint", **kwargs: Any) -> Any:
             if save_type == "checkpoint":
                 warn_of_file(optimizer, self._sums.values())
-            return children(save_type, **kwargs)
+            return own_children(save_type, **kwargs)
 
         # Legacy optimizers of tf-keras have no ``build``.
-        if build is not None:
+        if own_build is not None:
             optimizer.build = build_with_sums
-        if save is not None:
+        if own_save is not None:
             optimizer.save_own_variables = save_own_variables
         optimizer._trackable_children = trackable_children
 
     def enter(self, optimizer: Any, gradients: Sequence, variables: Sequence, apply: Any) -> Any:
         """Apply gradients, or only add them up if it isn't time yet."""
         # ``apply_gradients`` of Keras calls ``apply``.
-        if self._is_inside:
+        if self._is_applying:
             return apply(gradients)
-        self._is_inside = True
+        self._is_applying = True
         try:
             gradients = self.made_dense(gradients)
             if self.passes == 1:
                 return apply(gradients)
             return self._accumulate(optimizer, gradients, variables, apply)
         finally:
-            self._is_inside = False
+            self._is_applying = False
 
     def _accumulate(
         self, optimizer: Any, gradients: Sequence, variables: Sequence, apply: Any
@@ -160,7 +165,7 @@ class LocalGradients:
             compat.build_optimizer(optimizer, variables)
             self._make_sums(optimizer, variables)
         reducer = reducer_of(carrier(optimizer))
-        # Undone below: the reducer multiplies gradients by this for a sum over the ranks.
+        # The reducer multiplies gradients by this factor for a sum over the ranks; ``last_pass`` divides by it.
         factor = 1
         if reducer is not None:
             factor = reducer.factor
@@ -173,7 +178,11 @@ class LocalGradients:
 
         def last_pass() -> tf.Tensor:
             divisor = self._divisor * factor
-            apply([total if total is None else total.read_value() / divisor for total in sums])
+            to_apply: list = [None] * len(sums)
+            for position, total in enumerate(sums):
+                if total is not None:
+                    to_apply[position] = total.read_value() / divisor
+            apply(to_apply)
             for total in self._sums.values():
                 # All sums begin anew, also those without a gradient in this step.
                 total.assign(tf.zeros_like(total))
@@ -188,22 +197,23 @@ class LocalGradients:
 
     def _make_sums(self, optimizer: Any, variables: Sequence) -> None:
         """Make the variables in which this rank adds up gradients, which checkpoints keep."""
-        new = []
+        without_sum = []
         for variable in map(compat.inner_variable, variables):
             if id(variable) not in self._sums:
-                new.append(variable)
-        if not new:
+                without_sum.append(variable)
+        if not without_sum:
             return
         # The count is in checkpoints, so that a resumed run updates after the same batch.
         if self._count is None:
             self._count = tf.Variable(0, trainable=False)
             compat.keep_in_checkpoints(optimizer, "npu_passes", [self._count])
         sums = []
-        for variable in new:
-            sums.append(tf.Variable(tf.zeros(variable.shape, variable.dtype), trainable=False))
-        # The name has a number, since variables may be added when a model is built in parts.
+        for variable in without_sum:
+            zeros = tf.zeros(variable.shape, variable.dtype)
+            sums.append(tf.Variable(zeros, trainable=False))
+        # The name tells how many sums came before, since a model may be built in parts.
         compat.keep_in_checkpoints(optimizer, f"npu_sums_{len(self._sums)}", sums)
-        self._sums.update(zip(map(id, new), sums))
+        self._sums.update(zip(map(id, without_sum), sums))
         reducer = reducer_of(carrier(optimizer))
         if reducer is not None:
             reducer.note_parts(sums, self._count, self.passes)

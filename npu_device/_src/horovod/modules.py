@@ -62,7 +62,7 @@ def main() -> None:
 
 def take_over() -> None:
     """Let ``horovod`` and its submodules be those of this package, in this process. ``import horovod`` calls this."""
-    # Registered under both names, since a script would otherwise have two copies of the module's state.
+    # The module has both names, since a script would otherwise have two copies of its state.
     sys.modules[_HOROVOD] = importlib.import_module(_OWN_PACKAGE)
     _Finder.replaces_horovod = True
 
@@ -114,7 +114,7 @@ class _Finder:
     @staticmethod
     def create_module(spec: ModuleSpec) -> ModuleType:
         """Return the module that is meant."""
-        # Imported under its own name, so that both names stand for one module with one state.
+        # The module is imported under its own name, so that both names stand for one module with one state.
         module = importlib.import_module(spec.name.replace(_HOROVOD, _OWN_PACKAGE, 1))
         # The spec is kept where ``exec_module`` finds it again.
         spec.loader_state = module.__spec__

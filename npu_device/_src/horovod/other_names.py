@@ -7,19 +7,19 @@ from typing import Any
 from npu_device._src.horovod.modules import PAGE
 
 _SETS = "make a group with hccl.manage.api.create_group, and call npu.distribute.all_reduce(..., group=...)"
+_TIMELINE = "HOROVOD_TIMELINE=FILE, or npurun --trace DIR"
 _INSTEAD = {
     "global_process_set": "leave process_set out",
-    **dict.fromkeys(("ProcessSet", "add_process_set", "remove_process_set"), _SETS),
+    "ProcessSet": _SETS,
+    "add_process_set": _SETS,
+    "remove_process_set": _SETS,
     "join": "give every rank the same number of steps; npu.distribute.weighted_mean takes ranks without samples",
     "elastic": "npurun --max-restarts with npu.train.FitCheckpoint (npurun docs reliability)",
     "BestModelCheckpoint": "ModelCheckpoint(file, save_best_only=True) of Keras on rank 0, after MetricAverageCallback",
-    **dict.fromkeys(
-        ("start_timeline", "stop_timeline"), "HOROVOD_TIMELINE=FILE, or npurun --trace DIR"
-    ),
-    **{
-        f"cross_{name}": f"hvd.{name}() // hvd.local_size(), if hosts are alike"
-        for name in ("rank", "size")
-    },
+    "start_timeline": _TIMELINE,
+    "stop_timeline": _TIMELINE,
+    "cross_rank": "hvd.rank() // hvd.local_size(), if hosts are alike",
+    "cross_size": "hvd.size() // hvd.local_size(), if hosts are alike",
 }
 
 

@@ -142,11 +142,10 @@ def _exchanged(
     compressor = compression or Compression.none
     sent = list(tensors)
     contexts = [None] * len(sent)
-    dense = [
-        position
-        for position, tensor in enumerate(tensors)
-        if not isinstance(tensor, tf.IndexedSlices)
-    ]
+    dense = []
+    for position, tensor in enumerate(tensors):
+        if not isinstance(tensor, tf.IndexedSlices):
+            dense.append(position)
     is_plain = reduction in _LINEAR and prescale_factor == postscale_factor == 1.0
     # Rows are gathered and added up only where they are used, so that no factor or other reduction applies to them.
     if len(dense) < len(sent) and not is_plain:
@@ -158,8 +157,7 @@ def _exchanged(
         sent[position], contexts[position] = compressor.compress(scaled)
     received = list(exchange(sent))
     for position in dense:
-        # Cast back before decompressing: a compressor of the script expects the dtype that it returned. A mean of
-        # integers is an integer in Horovod.
+        # A compressor of the script expects the dtype that it returned. A mean of integers is an integer in Horovod.
         tensor = tf.cast(received[position], sent[position].dtype)
         tensor = compressor.decompress(tensor, contexts[position])
         received[position] = _times(tensor, postscale_factor)
@@ -169,11 +167,12 @@ def _exchanged(
 def _times(tensor: tf.Tensor, factor: float) -> tf.Tensor:
     if factor == 1.0:
         return tensor
-    # Multiplied in a wide dtype, since an integer, or 16 bits, would round the factor.
+    # A factor that is an integer, or has 16 bits, would be rounded: the product is computed in a wide dtype.
     wide = sum_dtype(tensor.dtype)
     if wide.is_integer:
         wide = tf.float64
-    return tf.cast(tf.cast(tensor, wide) * tf.cast(factor, wide), tensor.dtype)
+    product = tf.cast(tensor, wide) * tf.cast(factor, wide)
+    return tf.cast(product, tensor.dtype)
 
 
 def _with_gradient(
@@ -182,8 +181,11 @@ def _with_gradient(
     """Return a result with Horovod's gradient for the tensor that it was made of, also in the graph of a session."""
     if not tensor.dtype.is_floating:
         return output
-    # Cast, since scripts give a float32 gradient for float64, too.
-    back = lambda upstream: [backward(tf.cast(upstream, tensor.dtype))]  # noqa: E731
+
+    def back(upstream: tf.Tensor) -> list[tf.Tensor]:
+        # Scripts give a float32 gradient for float64, too.
+        return [backward(tf.cast(upstream, tensor.dtype))]
+
     return differentiable([output], back, [tensor])[0]
 
 
@@ -197,10 +199,10 @@ def allgather(tensor: Any, name: str | None = None) -> Any:
 
     def backward(upstream: tf.Tensor) -> tf.Tensor:
         rows = tf.shape(tensor)[:1]
-        # The rows of this rank follow those of lower ranks.
-        # Each rank's number of rows may differ, so the start has to be asked for.
+        # The rows of lower ranks come before the rows of this rank, and only the lower ranks know how many there are.
         start = tf.reduce_sum(allgather(rows)[: world.rank])
-        return world.reduce([upstream], _MEAN)[0][start : start + rows[0]]
+        [mean] = world.reduce([upstream], _MEAN)
+        return mean[start : start + rows[0]]
 
     return _with_gradient(world.gather(tensor), backward, tensor)
 
@@ -214,9 +216,12 @@ def broadcast(tensor: Any, root_rank: int, name: str | None = None) -> Any:
         return tensor
 
     def backward(upstream: tf.Tensor) -> tf.Tensor:
-        return world.reduce([upstream], _MEAN)[0] * tf.cast(world.rank == root_rank, upstream.dtype)
+        [mean] = world.reduce([upstream], _MEAN)
+        # The tensors of the other ranks have no part in the result.
+        return mean * tf.cast(world.rank == root_rank, upstream.dtype)
 
-    return _with_gradient(world.from_root([tensor], root_rank)[0], backward, tensor)
+    [received] = world.from_root([tensor], root_rank)
+    return _with_gradient(received, backward, tensor)
 
 
 @operation
@@ -243,14 +248,14 @@ def alltoall(tensor: Any, splits: Any = None, name: str | None = None) -> Any:
             return tensor
         return tensor, sent
     # The name of the call holds the shape of the rows, which nothing else compares in a graph.
-    matrix = tf.reshape(
-        world.gather(sent, f"alltoall of rows with shape {tensor.shape[1:]}"), [count, count]
-    )
+    gathered = world.gather(sent, f"alltoall of rows with shape {tensor.shape[1:]}")
+    matrix = tf.reshape(gathered, [count, count])
     row_shape = tf.shape(tensor)[1:]
     counts = matrix * tf.reduce_prod(row_shape)
     flat = ascend_collectives.all_to_all_v_c(tf.reshape(tensor, [-1]), counts, world.rank)
     received = matrix[:, world.rank]
-    moved = tf.reshape(flat, tf.concat([[tf.reduce_sum(received)], row_shape], 0))
+    row_count = tf.reduce_sum(received)
+    moved = tf.reshape(flat, tf.concat([[row_count], row_shape], 0))
     rows = _with_gradient(moved, lambda upstream: alltoall(upstream, received)[0], tensor)
     if splits is None:
         return rows
@@ -281,7 +286,8 @@ def reducescatter(tensor: Any, *, op: int = Average, **arguments: Any) -> Any:
             remainder = rows % world.size
             start = least * world.rank + tf.minimum(remainder, world.rank)
             end = start + least + tf.cast(world.rank < remainder, tf.int32)
-            own_rows = ops.all_reduce(world.job, sent, reduction, world.group)[start:end]
+            reduced = ops.all_reduce(world.job, sent, reduction, world.group)
+            own_rows = reduced[start:end]
         # The mean of the ranks' gradients, as if each rank had the whole result: not the gradient of the sum.
         factor = 1
         if reduction == "sum":

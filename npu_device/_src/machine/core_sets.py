@@ -44,11 +44,11 @@ def core_sets(machine: Machine, ranks: int, binding: str) -> list[CoreSet]:
             f"{counted(len(machine.cores), 'core')}.\nWhat to do: start fewer ranks, or give --bind-to none."
         )
     # The sets are equal, since the slowest rank decides. Some cores may be left over.
-    return [
-        tuple(domain[count * position : count * (position + 1)])
-        for domain in domains
-        for position in range(share)
-    ]
+    sets = []
+    for domain in domains:
+        for start in range(0, share * count, count):
+            sets.append(tuple(domain[start : start + count]))
+    return sets
 
 
 def _widest(machine: Machine, ranks: int) -> str:

@@ -56,10 +56,12 @@ def _names_of(folder: Path) -> _Names:
 
 def _free_of(folder: Path) -> int:
     names = _names_of(folder)
-    # Without a limit, version 2 has the text "max", which raises a ValueError.
-    unused = int((folder / names.limit).read_text()) - int((folder / names.usage).read_text())
-    # Pages of files count as free: the kernel drops those that nobody has read lately before it refuses memory.
-    return unused + _table(folder / "memory.stat").get(names.cache, 0)
+    # In version 2, the text "max" stands for no limit, and raises a ValueError.
+    limit = int((folder / names.limit).read_text())
+    usage = int((folder / names.usage).read_text())
+    # Pages of files count as free: the kernel drops pages that haven't been read lately before it refuses memory.
+    cache = _table(folder / "memory.stat").get(names.cache, 0)
+    return limit - usage + cache
 
 
 def _table(path: Path) -> dict[str, int]:

@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 
 from npu_device._src.wording import ranks_of
@@ -66,10 +67,10 @@ class Machine:
 
     def domains(self, level: str) -> list[list[Core]]:
         """Return the cores of each ``socket``, ``numa`` node or ``l3cache``; for ``core``, all of them together."""
-        by_number: dict[int, list[Core]] = {}
+        by_domain: dict[int, list[Core]] = {}
         for core in self.cores:
-            by_number.setdefault(getattr(core, level, 0), []).append(core)
-        return list(by_number.values())
+            by_domain.setdefault(getattr(core, level, 0), []).append(core)
+        return list(by_domain.values())
 
 
 def read_machine(root: Path = Path("/"), cpus: Collection[int] | None = None) -> Machine:
@@ -87,15 +88,16 @@ def read_machine(root: Path = Path("/"), cpus: Collection[int] | None = None) ->
     cores: dict[int, Core] = {}
     for cpu in sorted(cpus):
         folder = root / f"sys/devices/system/cpu/cpu{cpu}"
-        # Without the file, as in some containers, each CPU counts as a core.
+        # Some containers lack the file: then each CPU counts as a core.
         siblings = _numbers(folder / "topology/thread_siblings_list") or [cpu]
         threads = tuple(sibling for sibling in siblings if sibling in cpus)
         # Some virtual machines and ARM systems give -1 for an unknown socket.
         socket = max(0, _number(folder / "topology/physical_package_id"))
         number = siblings[0]
-        cores[number] = Core(number, threads, socket, numa_nodes.get(cpu, 0), _l3cache(folder))
-    order = sorted(cores.values(), key=lambda core: (core.socket, core.numa, core.l3cache))
-    return Machine(tuple(order), read_quota(root))
+        numa_node = numa_nodes.get(cpu, 0)
+        cores[number] = Core(number, threads, socket, numa_node, _l3cache(folder))
+    ordered_cores = sorted(cores.values(), key=attrgetter("socket", "numa", "l3cache"))
+    return Machine(tuple(ordered_cores), read_quota(root))
 
 
 def _numa_nodes(root: Path) -> dict[int, int]:
@@ -161,7 +163,7 @@ def _quota_of(folder: Path) -> Quota | None:
         else:
             text = (folder / "cpu.cfs_quota_us").read_text()
             period = (folder / "cpu.cfs_period_us").read_text()
-        # Without a quota, the text is "max", which raises a ValueError.
+        # The text "max" stands for no quota, and raises a ValueError.
         microseconds = int(text)
         # Version 1 writes -1 if there is no quota.
         if microseconds > 0:

@@ -358,7 +358,7 @@ def _ask_mpi(launched: Launched) -> tuple[tuple[str, ...], int, bytes]:
         port = ReservedPort(environment.NPU_DEVICE_PORT_RANGE.get())
         # Rank 0 itself must not listen there: the hub does.
         port.leave_to_server()
-        # Kept for as long as the process lives: without this reference the socket would be closed, and another process
+        # The socket stays open for as long as the process lives: if it closed without this reference, another process
         # could get the port before the hub binds it.
         _reserved.append(port)
         hosts = [socket.gethostname(), *addresses_of_this_host()]

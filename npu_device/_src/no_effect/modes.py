@@ -41,7 +41,7 @@ def set_npu_loop_size(loop_size: int) -> None:
     Source: Ascend TF Adapter 2.x, ``npu.set_npu_loop_size``.
     """
     global _loop_size
-    # Converted by ``index``, which also takes a number of numpy.
+    # ``index`` also takes a number of numpy.
     size = operator.index(loop_size)
     if size <= 0:
         _log.error(

@@ -56,7 +56,8 @@ def fast_gelu_v2(x: Any, name: str | None = None) -> tf.Tensor:
     with tf.name_scope(name or "FastGeluV2"):
         x = tf.convert_to_tensor(x)
         clipped = tf.minimum(tf.abs(x) * 0.5**0.5, _PARABOLA_TOP)
-        erf = tf.sign(x) * (_PARABOLA_FACTOR * tf.square(clipped - _PARABOLA_TOP) + 1)
+        parabola = _PARABOLA_FACTOR * tf.square(clipped - _PARABOLA_TOP) + 1
+        erf = tf.sign(x) * parabola
         return 0.5 * x * (1 + erf)
 
 
@@ -122,10 +123,12 @@ def gelu(x: Any) -> Any:
     """
     if type(x).__name__ == "KerasTensor":
         keras = compat.keras_of(x)
-        # Made of layers, since an operation of TensorFlow can't take a symbolic tensor of Keras.
-        gate = keras.layers.Activation("sigmoid")(keras.layers.Rescaling(_SLOPE)(x))
+        # An operation of TensorFlow can't take a symbolic tensor of Keras, but layers can.
+        scaled = keras.layers.Rescaling(_SLOPE)(x)
+        gate = keras.layers.Activation("sigmoid")(scaled)
         number = keras.backend.get_uid("npu.ops.gelu")
-        return keras.layers.Multiply(name=f"npu.ops.gelu_{number}")([x, gate])
+        multiply = keras.layers.Multiply(name=f"npu.ops.gelu_{number}")
+        return multiply([x, gate])
     if tf.executing_eagerly():
         return tf.nn.gelu(x)
     return fast_gelu(x)
@@ -158,11 +161,12 @@ def layer_norm(
     """
     with tf.name_scope(name or "LayerNorm"):
         x = tf.convert_to_tensor(x)
-        # Computed in 32 bits, since 16 bits would lose the mean of many numbers.
+        # The mean of many numbers would be lost in 16 bits.
         wide = x
         if x.dtype.size < 4:
             wide = tf.cast(x, tf.float32)
-        axes = list(range(begin_norm_axis % x.shape.rank, x.shape.rank))
+        rank = x.shape.rank
+        axes = list(range(begin_norm_axis % rank, rank))
         trailing = tf.shape(x)[begin_params_axis:]
         mean = tf.reduce_mean(wide, axes, keepdims=True)
         # Not tf.nn.moments: TensorFlow 2.20's graph optimizer would replace everything by a fused layer norm with
@@ -172,8 +176,9 @@ def layer_norm(
         normalised = (wide - mean) * tf.math.rsqrt(variance + epsilon)
         scale = tf.reshape(tf.cast(gamma, wide.dtype), trailing)
         offset = tf.reshape(tf.cast(beta, wide.dtype), trailing)
-        y = tf.cast(normalised * scale + offset, x.dtype)
-        return y, tf.cast(mean, x.dtype), tf.cast(variance, x.dtype)
+        y = normalised * scale + offset
+        y, mean, variance = (tf.cast(tensor, x.dtype) for tensor in (y, mean, variance))
+        return y, mean, variance
 
 
 fused_layer_norm = layer_norm
@@ -237,19 +242,19 @@ def dropout_v3(
                 f"dropout was given a tensor of {x.dtype.name}, expected a floating-point one, because what is kept is "
                 "scaled.\nWhat to do: tf.cast it first."
             )
-        if isinstance(keep_prob, numbers.Real) and not 0 < float(keep_prob) <= 1:
+        is_number = isinstance(keep_prob, numbers.Real)
+        if is_number and not 0 < float(keep_prob) <= 1:
             raise ValueError(
                 f"dropout was given keep_prob {keep_prob}, expected a number above 0 and not above 1.\n"
                 "Likely cause: the rate was passed; keep_prob is 1 - rate."
             )
         if isinstance(noise_shape, (list, tuple)):
+            noise_shape = list(noise_shape)
             # tf.nn.dropout takes no None in a graph.
-            lengths = tf.shape(x)
-            noise_shape = [
-                lengths[axis] if length is None else length
-                for axis, length in enumerate(noise_shape)
-            ]
-        if not isinstance(keep_prob, numbers.Real):
+            for axis, length in enumerate(noise_shape):
+                if length is None:
+                    noise_shape[axis] = tf.shape(x)[axis]
+        if not is_number:
             keep_prob = tf.cast(keep_prob, x.dtype)
         return tf.nn.dropout(x, 1 - keep_prob, noise_shape, seed)
 
@@ -281,7 +286,7 @@ def npu_get_float_status(input: Any = None, name: str | None = None) -> tf.Tenso
     with tf.name_scope(name or "NpuGetFloatStatus"):
         watched = []
         if not tf.executing_eagerly():
-            # A new operation waits for the same operations as this one, and only its control inputs tell them.
+            # A new operation waits for the operations that the caller has named, and lists them as its control inputs.
             for operation in tf.no_op().control_inputs:
                 watched += [tensor for tensor in operation.outputs if tensor.dtype.is_floating]
         if not watched:
@@ -290,8 +295,9 @@ def npu_get_float_status(input: Any = None, name: str | None = None) -> tf.Tenso
                 "What to do: call it in a graph, under tf.control_dependencies(gradients), or use tf.math.is_finite."
             )
             return tf.zeros([_LENGTH])
-        finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(tensor)) for tensor in watched])
-        return tf.pad([1.0 - tf.cast(finite, tf.float32)], [[0, _LENGTH - 1]])
+        are_finite = [tf.reduce_all(tf.math.is_finite(tensor)) for tensor in watched]
+        finite = tf.cast(tf.reduce_all(are_finite), tf.float32)
+        return tf.pad([1.0 - finite], [[0, _LENGTH - 1]])
 
 
 def npu_clear_float_status(input: Any = None, name: str | None = None) -> tf.Tensor:

@@ -44,7 +44,8 @@ def adam_apply_one_assign(
     with tf.name_scope(name or "AdamApplyOneAssign"):
         mean, square = _moments(input0, input1, input2, mul0_x, mul1_x, mul2_x, mul3_x)
         update = mean / (tf.sqrt(square) + add2_y)
-        weights = tf.convert_to_tensor(input3) - input4 * update
+        weights = tf.convert_to_tensor(input3)
+        weights = weights - input4 * update
         return _assigned((input1, square), (input2, mean), (input3, weights))
 
 
@@ -74,8 +75,10 @@ def adam_apply_one_with_decay_assign(
     with tf.name_scope(name or "AdamApplyOneWithDecayAssign"):
         mean, square = _moments(input0, input1, input2, mul0_x, mul1_x, mul2_x, mul3_x)
         weights = tf.convert_to_tensor(input3)
-        update = mean / (tf.sqrt(square) + add2_y) + mul4_x * weights
-        return _assigned((input1, square), (input2, mean), (input3, weights - input4 * update))
+        update = mean / (tf.sqrt(square) + add2_y)
+        update = update + mul4_x * weights
+        weights = weights - input4 * update
+        return _assigned((input1, square), (input2, mean), (input3, weights))
 
 
 def lamb_apply_optimizer_assign(
@@ -113,8 +116,10 @@ def lamb_apply_optimizer_assign(
     with tf.name_scope(name or "LambApplyOptimizerAssign"):
         mean, square = _moments(input0, input1, input2, mul0_x, mul1_x, mul2_x, mul3_x)
         steps = scalar(steps, mean.dtype)
-        corrected_mean = mean / (1 - tf.pow(scalar(mul0_x, mean.dtype), steps))
-        corrected_square = square / (1 - tf.pow(scalar(mul2_x, mean.dtype), steps))
+        beta_1 = scalar(mul0_x, mean.dtype)
+        beta_2 = scalar(mul2_x, mean.dtype)
+        corrected_mean = mean / (1 - tf.pow(beta_1, steps))
+        corrected_square = square / (1 - tf.pow(beta_2, steps))
         # The weight is a tensor, so that the graph may leave the decay out by 0.
         decay = scalar(do_use_weight, mean.dtype) * weight_decay_rate
         step = corrected_mean / (tf.sqrt(corrected_square) + add2_y)
@@ -144,7 +149,8 @@ def lamb_apply_weight_assign(
         has_ratio = tf.logical_and(weights_norm > 0, update_norm > 0)
         ratio = tf.math.divide_no_nan(weights_norm, update_norm)
         ratio = tf.where(has_ratio, ratio, tf.ones_like(weights_norm))
-        weights = tf.convert_to_tensor(input4) - ratio * input2 * update
+        weights = tf.convert_to_tensor(input4)
+        weights = weights - ratio * input2 * update
         (weights,) = _assigned((input4, weights))
         return weights
 
@@ -159,8 +165,10 @@ def _moments(
     complement_2: Any,
 ) -> tuple[tf.Tensor, tf.Tensor]:
     gradient = tf.convert_to_tensor(gradient)
-    new_mean = tf.convert_to_tensor(mean) * beta_1 + gradient * complement_1
-    new_square = tf.convert_to_tensor(square) * beta_2 + tf.square(gradient) * complement_2
+    mean = tf.convert_to_tensor(mean)
+    square = tf.convert_to_tensor(square)
+    new_mean = mean * beta_1 + gradient * complement_1
+    new_square = square * beta_2 + tf.square(gradient) * complement_2
     return new_mean, new_square
 
 
@@ -234,10 +242,10 @@ def lars(
             f"LARS was given {len(inputs_w)} weights and {len(inputs_g)} gradients, expected as many of each.\n"
             "What to do: leave out the variables whose gradient is None."
         )
-    return [
-        lars_v2(weight, gradient, weight_decay, 1.0, hyperpara, epsilon, name=name)
-        for weight, gradient in zip(inputs_w, inputs_g)
-    ]
+    scaled = []
+    for weight, gradient in zip(inputs_w, inputs_g):
+        scaled.append(lars_v2(weight, gradient, weight_decay, 1.0, hyperpara, epsilon, name=name))
+    return scaled
 
 
 def scalar(number: Any, dtype: Any) -> tf.Tensor:

@@ -29,10 +29,11 @@ def drop_out_gen_mask(
     """
     with tf.name_scope(name or "DropOutGenMask"):
         count = tf.reduce_prod(tf.cast(shape, tf.int32))
-        aligned = (count + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
+        blocks = (count + _ALIGNMENT - 1) // _ALIGNMENT
+        bits = _random_bits(blocks * _ALIGNMENT, prob, seed, seed2)
         # Eight bits make a byte, in which the first element is the lowest bit.
-        bits = tf.reshape(_random_bits(aligned, prob, seed, seed2), [-1, len(_BIT_VALUES)])
-        packed = tf.reduce_sum(tf.cast(bits, tf.int32) * _BIT_VALUES, axis=1)
+        bytes_of_bits = tf.reshape(tf.cast(bits, tf.int32), [-1, len(_BIT_VALUES)])
+        packed = tf.reduce_sum(bytes_of_bits * _BIT_VALUES, axis=1)
         return tf.cast(packed, tf.uint8)
 
 
@@ -63,9 +64,11 @@ def drop_out_do_mask(x: Any, mask: Any, keep_prob: Any, name: str | None = None)
     Source: Ascend operator DropOutDoMask.
     """
     with tf.name_scope(name or "DropOutDoMask"):
-        bits = tf.bitwise.bitwise_and(tf.cast(mask, tf.int32)[:, tf.newaxis], _BIT_VALUES)
+        packed = tf.cast(mask, tf.int32)[:, tf.newaxis]
+        bits = tf.bitwise.bitwise_and(packed, _BIT_VALUES)
         # The mask has been filled up to a multiple of 128 bits.
-        return drop_out_do_mask_v3(x, tf.reshape(bits, [-1])[: tf.size(x)], keep_prob)
+        used_bits = tf.reshape(bits, [-1])[: tf.size(x)]
+        return drop_out_do_mask_v3(x, used_bits, keep_prob)
 
 
 def drop_out_do_mask_v3(x: Any, mask: Any, keep_prob: Any, name: str | None = None) -> tf.Tensor:

@@ -22,7 +22,7 @@ from npu_device._src.operators.recurrent import (
 
 def _differentiated(operator: Callable, sources: Sequence, *incoming: Any) -> list[tf.Tensor]:
     """Return the gradients with respect to all arguments of an operator, from those of its results."""
-    # Copies, since one tensor may be given as several arguments, each with a gradient of its own.
+    # One tensor may be given as several arguments, each of which has a gradient of its own.
     copies = [tf.identity(source) for source in sources]
     # The graph differentiates itself, since a tape can't follow the loops of a TensorFlow 1 graph.
     if not tf.executing_eagerly():
@@ -71,15 +71,16 @@ def layer_norm_grad(
         gamma = tf.convert_to_tensor(gamma)
         # Averaged axes have length 1 in the mean. Where x has length 1 too, it makes no difference.
         lengths = list(tf.convert_to_tensor(mean).shape)
-        begin_norm_axis = next(axis for axis in range(len(lengths)) if set(lengths[axis:]) == {1})
+        axes = range(len(lengths))
+        begin_norm_axis = next(axis for axis in axes if set(lengths[axis:]) == {1})
         begin_params_axis = x.shape.rank - gamma.shape.rank
 
         def normalised(x: tf.Tensor, gamma: tf.Tensor, beta: tf.Tensor) -> tf.Tensor:
             return layer_norm(x, gamma, beta, begin_norm_axis, begin_params_axis, epsilon)[0]
 
-        dx, dgamma, dbeta = _differentiated(
-            normalised, [x, gamma, tf.zeros_like(gamma)], tf.convert_to_tensor(dy)
-        )
+        # The gradients don't depend on the value of beta.
+        beta = tf.zeros_like(gamma)
+        dx, dgamma, dbeta = _differentiated(normalised, [x, gamma, beta], tf.convert_to_tensor(dy))
         return dx, dgamma, dbeta
 
 
@@ -146,7 +147,8 @@ def basic_lstm_cell_weight_grad(
     Source: Ascend operator BasicLSTMCellWeightGrad.
     """
     with tf.name_scope(name or "BasicLSTMCellWeightGrad"):
-        dw = tf.matmul(tf.concat([x, h], axis=1), dgate, transpose_a=True)
+        inputs = tf.concat([x, h], axis=1)
+        dw = tf.matmul(inputs, dgate, transpose_a=True)
         return dw, tf.reduce_sum(dgate, axis=0)
 
 
@@ -173,7 +175,7 @@ def basic_lstm_cell_input_grad(
     check_attributes("basic_lstm_cell_input_grad", dropout_mask=dropout_mask, keep_prob=keep_prob)
     with tf.name_scope(name or "BasicLSTMCellInputGrad"):
         gradients = tf.matmul(dgate, w, transpose_b=True)
-        # The rows of the weights are those of x, then those of h.
+        # The weights have a row for each element of x, and then for each of h.
         hidden = tf.shape(dgate)[1] // 4
         return gradients[:, :-hidden], gradients[:, -hidden:]
 
@@ -229,7 +231,8 @@ def dynamic_rnn_grad(
     with tf.name_scope(name or "DynamicRNNGrad"):
         # The states of all steps are outputs, too, so their gradients have all steps.
         incoming = [tf.convert_to_tensor(dy), _of_each_step(dh, h), _of_each_step(dc, c)]
-        dx, dw, db, dh_prev, dc_prev = _differentiated(states, [x, w, b, init_h, init_c], *incoming)
+        sources = [x, w, b, init_h, init_c]
+        dx, dw, db, dh_prev, dc_prev = _differentiated(states, sources, *incoming)
         return dw, db, dx, dh_prev, dc_prev
 
 
@@ -270,9 +273,12 @@ def dynamic_gru_v2_grad(
     """
     check_attributes("dynamic_gru_v2_grad", **attributes)
     # Attention 0 stands for none; the gradient for it comes last.
-    arguments = (x, weight_input, weight_hidden, tf.zeros_like(x)[..., 0])
+    attention = tf.zeros_like(x)[..., 0]
+    arguments = (x, weight_input, weight_hidden, attention)
     outcomes = (y, init_h, h, dy, dh, update, update, reset, new, hidden_new)
-    return dynamic_augru_grad(*arguments, *outcomes, seq_length, name or "DynamicGRUV2Grad")[:-1]
+    name = name or "DynamicGRUV2Grad"
+    gradients = dynamic_augru_grad(*arguments, *outcomes, seq_length, name)
+    return gradients[:-1]
 
 
 def dynamic_augru_grad(
@@ -320,9 +326,8 @@ def dynamic_augru_grad(
         # Known gates don't depend on the biases, but the biases have gradients.
         bias = tf.zeros_like(tf.convert_to_tensor(weight_hidden)[0])
         sources = [weight_input, weight_hidden, bias, bias, x, init_h, weight_att]
-        return tuple(
-            _differentiated(states, sources, tf.convert_to_tensor(dy), _of_each_step(dh, h))
-        )
+        incoming = [tf.convert_to_tensor(dy), _of_each_step(dh, h)]
+        return tuple(_differentiated(states, sources, *incoming))
 
 
 def _of_each_step(gradient: Any, states: Any) -> tf.Tensor:
@@ -331,4 +336,6 @@ def _of_each_step(gradient: Any, states: Any) -> tf.Tensor:
     if gradient.shape.rank == 2:
         gradient = gradient[tf.newaxis]
     earlier_steps = tf.shape(states)[0] - tf.shape(gradient)[0]
-    return tf.pad(gradient, [[earlier_steps, 0], [0, 0], [0, 0]])
+    # The gradient of earlier steps is 0.
+    paddings = [[earlier_steps, 0], [0, 0], [0, 0]]
+    return tf.pad(gradient, paddings)

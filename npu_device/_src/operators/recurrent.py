@@ -10,6 +10,7 @@ leaves the state as it was.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -48,7 +49,7 @@ def check_attributes(operation: str, **attributes: Any) -> None:
         if attribute not in _FIXED:
             raise TypeError(f"{operation} got an unexpected keyword argument {attribute!r}")
         works, instead = _FIXED[attribute]
-        # Compared by identity first, since arrays and None can't be compared with ==.
+        # Arrays and None can't be compared with ==, so identity comes first.
         if setting is not works and (works is None or setting != works):
             raise NotImplementedError(
                 f"{operation} was given {attribute}={setting!r}; only {attribute}={works!r} is implemented.\n"
@@ -94,7 +95,8 @@ def basic_lstm_cell(
         "basic_lstm_cell", keep_prob=keep_prob, state_is_tuple=state_is_tuple, activation=activation
     )
     with tf.name_scope(name or "BasicLSTMCell"):
-        inputs = tf.matmul(tf.concat([x, h], axis=1), w) + b
+        x_and_h = tf.concat([x, h], axis=1)
+        inputs = tf.matmul(x_and_h, w) + b
         return lstm_step(inputs, c, forget_bias)
 
 
@@ -121,13 +123,15 @@ def _sigmoid(inputs: tf.Tensor, outcome: Any) -> tf.Tensor:
     if outcome is None:
         return tf.sigmoid(inputs)
     # The value is the known outcome; the slope follows from it, since sigmoid' = s (1 - s).
-    return outcome + outcome * (1 - outcome) * _slope_only(inputs)
+    slope = outcome * (1 - outcome)
+    return outcome + slope * _slope_only(inputs)
 
 
 def _tanh(inputs: tf.Tensor, outcome: Any) -> tf.Tensor:
     if outcome is None:
         return tf.tanh(inputs)
-    return outcome + (1 - tf.square(outcome)) * _slope_only(inputs)
+    slope = 1 - tf.square(outcome)
+    return outcome + slope * _slope_only(inputs)
 
 
 def _slope_only(inputs: tf.Tensor) -> tf.Tensor:
@@ -190,7 +194,8 @@ def lstm_over_time(
 
     def cell(x_now: tf.Tensor, *known_and_states: tf.Tensor) -> Tensors:
         *outcomes_now, h, c = known_and_states
-        inputs = tf.matmul(tf.concat([x_now, h], axis=1), w) + b
+        x_and_h = tf.concat([x_now, h], axis=1)
+        inputs = tf.matmul(x_and_h, w) + b
         new_c, new_h, *gates = lstm_step(inputs, c, forget_bias, outcomes_now or _UNKNOWN)
         return new_h, new_c, *gates
 
@@ -237,10 +242,10 @@ def dynamic_gru_v2(
     """
     check_attributes("dynamic_gru_v2", **attributes)
     weights = (weight_input, weight_hidden, None, bias_input, bias_hidden)
-    # Without attention, the weakened update gate is the update gate itself.
-    y, output_h, update, _, *gates = dynamic_augru(
-        x, *weights, seq_length, init_h, name=name or "DynamicGRUV2"
-    )
+    name = name or "DynamicGRUV2"
+    outcomes = dynamic_augru(x, *weights, seq_length, init_h, name=name)
+    # If there is no attention, the weakened update gate is the update gate itself.
+    y, output_h, update, _, *gates = outcomes
     return (y, output_h, update, *gates)
 
 
@@ -289,20 +294,23 @@ def gru_over_time(
     def cell(x_now: tf.Tensor, attention: tf.Tensor, *known_and_state: tf.Tensor) -> Tensors:
         *outcomes_now, h = known_and_state
         known_update, _, known_reset, known_new, known_hidden = outcomes_now or _UNKNOWN
-        from_input = tf.split(tf.matmul(x_now, weight_input) + bias_input, 3, axis=1)
-        from_hidden = tf.split(tf.matmul(h, weight_hidden) + bias_hidden, 3, axis=1)
+        from_input = tf.matmul(x_now, weight_input) + bias_input
+        from_hidden = tf.matmul(h, weight_hidden) + bias_hidden
+        input_update, input_reset, input_new = tf.split(from_input, 3, axis=1)
+        hidden_update, hidden_reset, hidden_new = tf.split(from_hidden, 3, axis=1)
         # The gradient for the reset gate needs this product, which isn't an activation.
-        hidden_new = from_hidden[2]
         if known_hidden is not None:
             hidden_new = known_hidden + _slope_only(hidden_new)
-        update = _sigmoid(from_input[0] + from_hidden[0], known_update)
-        reset = _sigmoid(from_input[1] + from_hidden[1], known_reset)
-        new = _tanh(from_input[2] + reset * hidden_new, known_new)
+        update = _sigmoid(input_update + hidden_update, known_update)
+        reset = _sigmoid(input_reset + hidden_reset, known_reset)
+        new = _tanh(input_new + reset * hidden_new, known_new)
         update_att = (1 - attention) * update
-        return update_att * h + (1 - update_att) * new, update, update_att, reset, new, hidden_new
+        new_h = update_att * h + (1 - update_att) * new
+        return new_h, update, update_att, reset, new, hidden_new
 
     x = tf.convert_to_tensor(x)
-    shape = [*tf.unstack(tf.shape(x)[:2]), 1]
+    steps, batch = tf.unstack(tf.shape(x)[:2])
+    shape = [steps, batch, 1]
     if weight_att is None:
         attention = tf.zeros(shape, x.dtype)
     else:
@@ -323,16 +331,19 @@ def _over_time(
         outcomes = cell(*cell_inputs, *old_states)
         # A sequence that has ended keeps its states; its outputs are 0.
         after = [tf.where(is_running, new, old) for new, old in zip(outcomes, old_states)]
-        output = tf.where(is_running, outcomes[0], tf.zeros_like(outcomes[0]))
-        return (output, *after, *outcomes[len(states) :])
+        new_h = outcomes[0]
+        output = tf.where(is_running, new_h, tf.zeros_like(new_h))
+        gates = outcomes[len(states) :]
+        return (output, *after, *gates)
 
     steps, batch = tf.unstack(tf.shape(inputs[0])[:2])
     lengths = seq_length
     if lengths is None:
         lengths = tf.fill([batch], steps)
-    mask = tf.transpose(tf.sequence_mask(lengths, steps))[:, :, tf.newaxis]
+    mask = tf.sequence_mask(lengths, steps)
+    mask = tf.transpose(mask)[:, :, tf.newaxis]
     zeros = tf.zeros_like(states[0])
-    # Zeros, since gates of the previous step aren't used, and only have to have the shape.
+    # Output and gates of the previous step aren't used: they only have to have the shape.
     initial = (zeros, *states, *[zeros] * 5)
     return tuple(tf.scan(step, (mask, *inputs), initial))
 
@@ -373,14 +384,13 @@ class _Recurrent(tf.Module):
         limit = 1 / math.sqrt(self._hidden_size)
         # A function that draws the initial values runs outside of the graph only as a callable.
         shape = [rows, gates * self._hidden_size]
-        return tf.Variable(
-            lambda: tf.random.uniform(shape, -limit, limit, self._dtype), name=f"{self.name}/{name}"
-        )
+        draw = functools.partial(tf.random.uniform, shape, -limit, limit, self._dtype)
+        return tf.Variable(draw, name=f"{self.name}/{name}")
 
     def _bias(self, name: str, gates: int) -> tf.Variable:
-        return tf.Variable(
-            lambda: tf.zeros([gates * self._hidden_size], self._dtype), name=f"{self.name}/{name}"
-        )
+        shape = [gates * self._hidden_size]
+        zeros = functools.partial(tf.zeros, shape, self._dtype)
+        return tf.Variable(zeros, name=f"{self.name}/{name}")
 
 
 class DynamicRNN(_Recurrent):

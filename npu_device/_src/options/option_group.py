@@ -66,7 +66,8 @@ class OptionGroup:
     Source: Ascend TF Adapter 2.x, ``npu.global_options``.
     """
 
-    # Declared for the type checker; they are in __dict__, bypassing __setattr__, which only handles options.
+    # These declarations are for the type checker. ``__init__`` puts the attributes into ``__dict__``, since
+    # ``__setattr__`` handles options only.
     _section: Section
     _members: dict[str, Option | OptionGroup]
     _prefix: str
@@ -82,12 +83,9 @@ class OptionGroup:
             if isinstance(member, Rule):
                 members[member.name] = Option(member)
             else:
+                path = f"{prefix}{member.name}."
                 # The root warns once for all of its groups.
-                members[member.name] = OptionGroup(
-                    member,
-                    prefix=f"{prefix}{member.name}.",
-                    root=root,
-                )
+                members[member.name] = OptionGroup(member, prefix=path, root=root)
         self.__dict__.update(
             _section=section, _members=members, _prefix=prefix, _root=root, _warns=None
         )
@@ -144,9 +142,8 @@ class OptionGroup:
         # Options of this name in other groups come first, since they are more likely meant than similar ones in this
         # group.
         guesses = [path for path, rule in self._root._section.rules() if rule.name == name]
-        guesses += [
-            self._prefix + match for match in difflib.get_close_matches(name, self._members, n=1)
-        ]
+        matches = difflib.get_close_matches(name, self._members, n=1)
+        guesses += [self._prefix + match for match in matches]
         ending = "."
         if guesses:
             ending = f"; did you mean {guesses[0]!r}?"

@@ -41,7 +41,8 @@ class Rule:
         # True is accepted where 1 is, as on Ascend; the integer is kept.
         if self.allowed:
             if value not in self.allowed:
-                raise self._not_allowed(path, value, f"one of {', '.join(map(repr, self.allowed))}")
+                listed = ", ".join(map(repr, self.allowed))
+                raise self._not_allowed(path, value, f"one of {listed}")
             # The listed value is kept, which has the listed type: True becomes 1.
             return self.allowed[self.allowed.index(value)]
         if self.between and not self.between[0] <= value <= self.between[1]:
@@ -124,131 +125,130 @@ GRAPH_MEMORY_OPTIMIZE_CONFIG = Section(
 )
 
 _SHAPE, _DIMS = _rules(_COMPILER, "input_shape dynamic_dims")
+_NODE_TYPE = Rule("dynamic_node_type", _COMPILER, default="0")
 _CLUSTER = Rule("logical_device_cluster_deploy_mode", _DEPLOY, allowed=("LB", "SINGLE"))
+_DEPLOY_CONFIG = (_CLUSTER, Rule("logical_device_id", _DEPLOY))
+_MODEL_DEPLOY_CONFIG = _rules(_DEPLOY, "model_deploy_mode model_deploy_devicelist")
 _EXPERIMENTAL = Section(
     "experimental",
     (
-        Section(
-            "multi_branches_config",
-            (_SHAPE, Rule("dynamic_node_type", _COMPILER, default="0"), _DIMS),
-        ),
-        Section("logical_device_deploy_config", (_CLUSTER, Rule("logical_device_id", _DEPLOY))),
-        Section(
-            "model_deploy_config", _rules(_DEPLOY, "model_deploy_mode model_deploy_devicelist")
-        ),
+        Section("multi_branches_config", (_SHAPE, _NODE_TYPE, _DIMS)),
+        Section("logical_device_deploy_config", _DEPLOY_CONFIG),
+        Section("model_deploy_config", _MODEL_DEPLOY_CONFIG),
         GRAPH_MEMORY_OPTIMIZE_CONFIG,
         *_rules(_DEPLOY, "resource_config_path graph_parallel_option_path enable_graph_parallel"),
     ),
 )
+_PROFILING_CONFIG = (
+    Rule("enable_profiling", _TRACE, default=False),
+    Rule("profiling_options", _TRACE, default=_PROFILING_OPTIONS),
+)
+_AOE_CONFIG = (
+    Rule("aoe_mode", _AOE, allowed=("1", "2", "4")),
+    Rule("work_path", _TUNING, default="./"),
+    Rule("aoe_config_file", _TUNING),
+)
+_DUMP_MODES = ("input", "output", "all")
+_OVERFLOWS = ("aicore_overflow", "atomic_overflow", "all")
+_DUMP_CONFIG = (
+    Rule("enable_dump", _DUMP, default=False),
+    *_rules(_DUMP, "dump_path dump_step"),
+    Rule("dump_mode", _DUMP, default="output", allowed=_DUMP_MODES),
+    Rule("enable_dump_debug", _DUMP, default=False),
+    Rule("dump_debug_mode", _DUMP, default="all", allowed=_OVERFLOWS),
+    Rule("dump_data", _DUMP, default="tensor", allowed=("tensor", "stats")),
+    Rule("dump_layer", _DUMP),
+)
+_MEMORY_CONFIG = (
+    Rule("atomic_clean_policy", _MEMORY, default=0, allowed=(0, 1)),
+    Rule("static_memory_policy", _MEMORY, default=0, allowed=(0, 1, 2, 3, 4)),
+    Rule("variable_use_1g_huge_page", _MEMORY, default=0, allowed=(0, 1, 2)),
+)
+_HCOM_PARALLEL = Rule(
+    "hcom_parallel",
+    "Works: with `False`, no gradient is sent before all are ready. Set it before a function is traced, and before an "
+    "optimizer is wrapped.",
+    default=True,
+)
+_TRAINING = (
+    Rule("graph_run_mode", _COMPILER, default=1, allowed=(0, 1)),
+    *_rules(_MEMORY, "graph_memory_max_size variable_memory_max_size"),
+    Rule("precision_mode", _PRECISION, allowed=_PRECISIONS),
+    Rule("precision_mode_v2", _PRECISION, allowed=_PRECISIONS_2),
+    *_rules(_PRECISION, "modify_mixlist customize_dtypes op_precision_mode"),
+    Rule("deterministic", _DETERMINISM, default=0, allowed=(0, 1)),
+    Rule("overflow_flag", _OVERFLOW, default=1, allowed=(0, 1)),
+    _HCOM_PARALLEL,
+    Rule("hcom_multi_mode", "No effect: it concerns collectives of the NPU."),
+    Rule("is_tailing_optimization", "No effect: results are the same.", default=False),
+)
+_TIMEOUTS = (
+    Rule("graph_exec_timeout", _TIMEOUT),
+    Rule("stream_sync_timeout", _TIMEOUT, default=-1),
+    Rule("event_sync_timeout", _TIMEOUT, default=-1),
+)
+_CACHE_MODES = ("enable", "disable", "force")
+_CACHE_MODE = Rule("op_compiler_cache_mode", _COMPILER, default="enable", allowed=_CACHE_MODES)
+_JIT_COMPILE = Rule(
+    "jit_compile",
+    "No effect: `tf.function(jit_compile=True)` turns XLA on. A bool (older releases) becomes the string.",
+    default="auto",
+    allowed=("true", "false", "auto"),
+    bool_words=True,
+)
+_COMPILING = (
+    Rule("fusion_switch_file", _COMPILER),
+    _CACHE_MODE,
+    Rule("op_compiler_cache_dir", _COMPILER),
+    *_rules(_DEBUG, "op_debug_config debug_dir"),
+    Rule("enable_exception_dump", _DEBUG, default=2, allowed=(0, 1, 2)),
+    Rule("enable_small_channel", _COMPILER, default=False),
+    _JIT_COMPILE,
+    Rule("topo_sorting_mode", _COMPILER, allowed=(0, 1)),
+)
+_SHAPE_MODES = ("STRICT", "FULL", "ADAPTIVE")
+_SHAPE_MODE = Rule("shape_generalization_mode", _COMPILER, default="STRICT", allowed=_SHAPE_MODES)
+_STREAMS_AND_CACHE = (
+    "stream_max_parallel_num aicore_num graph_compiler_cache_dir enable_scope_fusion_passes"
+)
+_OPTIMIZING = (
+    Rule("input_fusion_size", _MEMORY, default=131072, between=(0, 33554432)),
+    Rule("export_compile_stat", _COMPILER, default=1, allowed=(0, 1, 2)),
+    _SHAPE_MODE,
+    Rule("oo_level", _COMPILER, default="O3", allowed=("O0", "O1", "O2", "O3")),
+    Rule("oo_constant_folding", _COMPILER, default=True),
+    Rule("optimization_switch", _COMPILER),
+    Rule("ac_parallel_enable", _COMPILER, allowed=("0", "1")),
+    Rule("quant_dumpable", _DUMP, allowed=("0", "1")),
+    Rule("external_weight", _COMPILER, default=False),
+    Rule("compile_dynamic_mode", _COMPILER, default=False),
+    Rule("input_batch_cpy", _MEMORY, default=False),
+    Rule("all_tensor_not_empty", _COMPILER, default=False),
+    Rule("execute_times", _COMPILER, default=-1),
+    *_rules(_COMPILER, _STREAMS_AND_CACHE),
+    Rule("auto_multistream_parallel_mode", _COMPILER),
+)
+_DEPRECATED = (
+    Rule("variable_format_optimize", _COMPILER, deprecated=True),
+    Rule("op_debug_level", _DEBUG, allowed=(0, 1, 2, 3, 4), deprecated=True),
+    Rule("op_select_implmode", _PRECISION, deprecated=True),
+    Rule("optypelist_for_implmode", _PRECISION, deprecated=True),
+)
 
+# Messages and the documentation list the options in this order.
 GLOBAL_OPTIONS = Section(
     "global_options",
     (
-        Rule("graph_run_mode", _COMPILER, default=1, allowed=(0, 1)),
-        *_rules(_MEMORY, "graph_memory_max_size variable_memory_max_size"),
-        Rule("precision_mode", _PRECISION, allowed=_PRECISIONS),
-        Rule("precision_mode_v2", _PRECISION, allowed=_PRECISIONS_2),
-        *_rules(_PRECISION, "modify_mixlist customize_dtypes op_precision_mode"),
-        Rule("deterministic", _DETERMINISM, default=0, allowed=(0, 1)),
-        Rule("overflow_flag", _OVERFLOW, default=1, allowed=(0, 1)),
-        Rule(
-            "hcom_parallel",
-            "Works: with `False`, no gradient is sent before all are ready. Set it before a function is traced, and "
-            "before an optimizer is wrapped.",
-            default=True,
-        ),
-        Rule("hcom_multi_mode", "No effect: it concerns collectives of the NPU."),
-        Rule("is_tailing_optimization", "No effect: results are the same.", default=False),
-        Rule("graph_exec_timeout", _TIMEOUT),
-        Rule("stream_sync_timeout", _TIMEOUT, default=-1),
-        Rule("event_sync_timeout", _TIMEOUT, default=-1),
-        Section(
-            "profiling_config",
-            (
-                Rule("enable_profiling", _TRACE, default=False),
-                Rule("profiling_options", _TRACE, default=_PROFILING_OPTIONS),
-            ),
-        ),
-        Section(
-            "aoe_config",
-            (
-                Rule("aoe_mode", _AOE, allowed=("1", "2", "4")),
-                Rule("work_path", _TUNING, default="./"),
-                Rule("aoe_config_file", _TUNING),
-            ),
-        ),
-        Section(
-            "dump_config",
-            (
-                Rule("enable_dump", _DUMP, default=False),
-                *_rules(_DUMP, "dump_path dump_step"),
-                Rule("dump_mode", _DUMP, default="output", allowed=("input", "output", "all")),
-                Rule("enable_dump_debug", _DUMP, default=False),
-                Rule(
-                    "dump_debug_mode",
-                    _DUMP,
-                    default="all",
-                    allowed=("aicore_overflow", "atomic_overflow", "all"),
-                ),
-                Rule("dump_data", _DUMP, default="tensor", allowed=("tensor", "stats")),
-                Rule("dump_layer", _DUMP),
-            ),
-        ),
-        Rule("fusion_switch_file", _COMPILER),
-        Rule(
-            "op_compiler_cache_mode",
-            _COMPILER,
-            default="enable",
-            allowed=("enable", "disable", "force"),
-        ),
-        Rule("op_compiler_cache_dir", _COMPILER),
-        *_rules(_DEBUG, "op_debug_config debug_dir"),
-        Rule("enable_exception_dump", _DEBUG, default=2, allowed=(0, 1, 2)),
-        Rule("enable_small_channel", _COMPILER, default=False),
-        Rule(
-            "jit_compile",
-            "No effect: `tf.function(jit_compile=True)` turns XLA on. A bool (older releases) becomes the string.",
-            default="auto",
-            allowed=("true", "false", "auto"),
-            bool_words=True,
-        ),
-        Rule("topo_sorting_mode", _COMPILER, allowed=(0, 1)),
-        Section(
-            "memory_config",
-            (
-                Rule("atomic_clean_policy", _MEMORY, default=0, allowed=(0, 1)),
-                Rule("static_memory_policy", _MEMORY, default=0, allowed=(0, 1, 2, 3, 4)),
-                Rule("variable_use_1g_huge_page", _MEMORY, default=0, allowed=(0, 1, 2)),
-            ),
-        ),
-        Rule("input_fusion_size", _MEMORY, default=131072, between=(0, 33554432)),
-        Rule("export_compile_stat", _COMPILER, default=1, allowed=(0, 1, 2)),
-        Rule(
-            "shape_generalization_mode",
-            _COMPILER,
-            default="STRICT",
-            allowed=("STRICT", "FULL", "ADAPTIVE"),
-        ),
-        Rule("oo_level", _COMPILER, default="O3", allowed=("O0", "O1", "O2", "O3")),
-        Rule("oo_constant_folding", _COMPILER, default=True),
-        Rule("optimization_switch", _COMPILER),
-        Rule("ac_parallel_enable", _COMPILER, allowed=("0", "1")),
-        Rule("quant_dumpable", _DUMP, allowed=("0", "1")),
-        Rule("external_weight", _COMPILER, default=False),
-        Rule("compile_dynamic_mode", _COMPILER, default=False),
-        Rule("input_batch_cpy", _MEMORY, default=False),
-        Rule("all_tensor_not_empty", _COMPILER, default=False),
-        Rule("execute_times", _COMPILER, default=-1),
-        *_rules(
-            _COMPILER,
-            "stream_max_parallel_num aicore_num graph_compiler_cache_dir enable_scope_fusion_passes",
-        ),
-        Rule("auto_multistream_parallel_mode", _COMPILER),
+        *_TRAINING,
+        *_TIMEOUTS,
+        Section("profiling_config", _PROFILING_CONFIG),
+        Section("aoe_config", _AOE_CONFIG),
+        Section("dump_config", _DUMP_CONFIG),
+        *_COMPILING,
+        Section("memory_config", _MEMORY_CONFIG),
+        *_OPTIMIZING,
         _EXPERIMENTAL,
-        Rule("variable_format_optimize", _COMPILER, deprecated=True),
-        Rule("op_debug_level", _DEBUG, allowed=(0, 1, 2, 3, 4), deprecated=True),
-        Rule("op_select_implmode", _PRECISION, deprecated=True),
-        Rule("optypelist_for_implmode", _PRECISION, deprecated=True),
+        *_DEPRECATED,
         Rule("auto_tune_mode", _TUNING),
     ),
 )

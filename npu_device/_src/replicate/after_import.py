@@ -37,7 +37,7 @@ class AfterImport(importlib.abc.MetaPathFinder):
         """Return the spec that Python would find, with a loader that tells the end of the import."""
         if name not in self._names or name in self._busy:
             return None
-        # Noted, since asking Python for the spec comes here once more.
+        # To ask Python for the spec calls this method once more.
         self._busy.add(name)
         try:
             spec = importlib.util.find_spec(name)

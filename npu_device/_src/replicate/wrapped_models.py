@@ -66,9 +66,8 @@ class Models:
 
         for name in names.intersection(KERAS_PACKAGES):
             keras: Any = sys.modules[name]
-            originals = self._keras_methods[keras.Model] = {
-                method: getattr(keras.Model, method) for method in _OF_MODELS
-            }
+            originals = {method: getattr(keras.Model, method) for method in _OF_MODELS}
+            self._keras_methods[keras.Model] = originals
             for method, original in originals.items():
                 setattr(keras.Model, method, self._method(original))
             for owner, method in compat.gradient_entries(keras):
@@ -97,9 +96,9 @@ class Models:
     def _method(self, original: Callable) -> Callable:
         @functools.wraps(original)
         def method(model: Any, *args: Any, **kwargs: Any) -> Any:
-            return self._replicated(model).get(
-                original.__name__, functools.partial(original, model)
-            )(*args, **kwargs)
+            methods = self._replicated(model)
+            method_of_model = methods.get(original.__name__, functools.partial(original, model))
+            return method_of_model(*args, **kwargs)
 
         return method
 
@@ -120,29 +119,26 @@ class Models:
         @functools.wraps(original)
         @compat.do_not_convert
         def apply(optimizer: Any, grads: Any, *args: Any, **keywords: Any) -> Any:
-            # Steps inside fit are those of replicated models.
+            # Steps inside fit are made by replicated models.
             if current_step() is None and world_unless_child() is not None:
                 grads = list(grads)
                 given_variables = args[:1] or [keywords.get("trainable_variables")]
                 pairs = compat.gradients_and_variables(optimizer, grads, *given_variables)
-                weights = {
-                    id(weight)
-                    for model in list(self._models.values())
-                    for weight in compat.variables_of(model)
-                }
+                weights: set[int] = set()
+                for model in list(self._models.values()):
+                    weights.update(map(id, compat.variables_of(model)))
                 if not self._methods or any(id(variable) in weights for _, variable in pairs):
                     if compat.is_keras_3(compat.keras_of(optimizer)):
-                        # Built before the count, which may refuse the step, and outside of the function, or its
-                        # variables would depend on the count.
+                        # The optimizer is built before the count, which may refuse the step, and outside of the
+                        # function, where its variables would depend on the count.
                         with tf.init_scope():
                             compat.build_optimizer(optimizer, [variable for _, variable in pairs])
                     count = functools.partial(self._count, type(optimizer).__name__)
                     steps = 1
                     if compat.compiled_by_xla():
                         steps = _STEPS
-                    with tf.control_dependencies(
-                        call_now(count, [steps], [tf.TensorSpec([], tf.int64)])
-                    ):
+                    counted = call_now(count, [steps], [tf.TensorSpec([], tf.int64)])
+                    with tf.control_dependencies(counted):
                         return original(optimizer, grads, *args, **keywords)
             return original(optimizer, grads, *args, **keywords)
 
@@ -168,11 +164,10 @@ class Models:
                 if isinstance(model, owner)
             )
             for name in _TRAIN:
-                # Set past Keras's own ``__setattr__``, which tracks what is to be saved.
+                # Keras's own ``__setattr__`` is bypassed, since it tracks what is to be saved.
                 object.__setattr__(model, name, MethodType(methods[name], model))
             replicate(model)
-            # The methods are taken off the model again, where they would hide those of a subclass, which call Keras's
-            # by ``super``.
+            # On the model, the methods would hide the methods of a subclass, which call Keras's by ``super``.
             self._methods[model] = {name: vars(model).pop(name) for name in _TRAIN}
         return self._methods[model]
 

@@ -57,11 +57,11 @@ def steady(traces: Sequence[RankTrace]) -> list[RankTrace]:
         raise ValueError(
             f"the ranks reduced different segments:\n{lines}\nLikely cause: traces of several runs."
         )
-    by_number = [
-        {iteration.iteration: iteration for iteration in trace.iterations} for trace in traces
-    ]
+    by_trace = []
+    for trace in traces:
+        by_trace.append({iteration.iteration: iteration for iteration in trace.iterations})
     # The files of ranks end at different iterations, and may have lost different older halves.
-    common = sorted(set.intersection(*map(set, by_number)))
+    common = sorted(set.intersection(*map(set, by_trace)))
     if not common:
         counts = "\n".join(
             f"rank {trace.rank}: {len(trace.iterations)} iterations" for trace in traces
@@ -69,7 +69,7 @@ def steady(traces: Sequence[RankTrace]) -> list[RankTrace]:
         raise ValueError(f"no iteration was recorded on every rank:\n{counts}")
     numbers = common[WARM_UP:] or common[-1:]
     steady_traces = []
-    for trace, iterations in zip(traces, by_number):
+    for trace, iterations in zip(traces, by_trace):
         common_iterations = tuple(iterations[number] for number in numbers)
         steady_traces.append(replace(trace, iterations=common_iterations))
     return steady_traces
@@ -247,8 +247,10 @@ def sent_per_second(traces: Sequence[RankTrace], rank: RankFigures) -> float:
     """Return the bytes that each host sends in a second of a reduction; 0.0 on a single host."""
     hosts = len({trace.host for trace in traces})
     # A ring of hosts sends everything twice, but for each host's own share.
-    sent = sum(gradient.bytes for gradient in traces[0].gradients) * 2 * (hosts - 1) / hosts
-    return sent / max((rank.hidden + rank.exposed) * 1e-6, 1e-9)
+    size = sum(gradient.bytes for gradient in traces[0].gradients)
+    sent = size * 2 * (hosts - 1) / hosts
+    seconds = (rank.hidden + rank.exposed) * 1e-6
+    return sent / max(seconds, 1e-9)
 
 
 def _send_less(traces: Sequence[RankTrace], rank: RankFigures) -> str:
@@ -312,10 +314,6 @@ def analyse(traces: Sequence[RankTrace]) -> Analysis:
     """Return what the iterations show that every rank has recorded, without the first ones."""
     traces = steady(traces)
     ranks = [figures(trace) for trace in traces]
-    return Analysis(
-        tuple(traces),
-        tuple(ranks),
-        slowest(ranks),
-        median_iteration(traces),
-        diagnose(traces, ranks),
-    )
+    shown = median_iteration(traces)
+    diagnosis = diagnose(traces, ranks)
+    return Analysis(tuple(traces), tuple(ranks), slowest(ranks), shown, diagnosis)

@@ -25,8 +25,8 @@ Event = dict[str, Any]
 
 def write_json(traces: Sequence[RankTrace], path: Path) -> None:
     """Write the trace: a process per rank, with lines for iterations, for their parts, and for each segment."""
-    # The numbers of lines follow those of the ranks. Perfetto takes a thread with its process's number for the main
-    # thread, and 0 for the idle thread of all processes.
+    # The numbers of lines are larger than all ranks: Perfetto takes a thread with the number of its process, here the
+    # rank, for the main thread, and thread 0 for the idle thread of all processes.
     events = []
     for trace in traces:
         events += [{**event, "tid": trace.world_size + event["tid"]} for event in _events(trace)]
@@ -40,12 +40,8 @@ def write_json(traces: Sequence[RankTrace], path: Path) -> None:
 
 def _events(trace: RankTrace) -> Iterator[Event]:
     """Yield the events of a rank: the names of its lines, then its iterations."""
-    yield _metadata(
-        "process_name",
-        trace.rank,
-        _STEP,
-        name=f"rank {trace.rank} ({trace.host}, process {trace.pid})",
-    )
+    process_name = f"rank {trace.rank} ({trace.host}, process {trace.pid})"
+    yield _metadata("process_name", trace.rank, _STEP, name=process_name)
     yield _metadata("process_sort_index", trace.rank, _STEP, sort_index=trace.rank)
     names = ["Step Trace(Model ID:1)", "FP, BP and refresh"]
     names += [
@@ -103,15 +99,8 @@ def _iteration_events(rank: int, iteration: Iteration) -> Iterator[Event]:
             f"Reduce Start {segment}": start,
             f"Reduce End {segment}": end,
         }
-        yield _span(
-            f"Reduce_{number}_{segment}",
-            "Reduce",
-            rank,
-            _FIRST_SEGMENT + segment,
-            start,
-            end,
-            reduce,
-        )
+        line = _FIRST_SEGMENT + segment
+        yield _span(f"Reduce_{number}_{segment}", "Reduce", rank, line, start, end, reduce)
 
 
 def _span(

@@ -49,13 +49,12 @@ def page(analysis: Analysis, text: str) -> str:
     begin = min(iteration.iteration_start for iteration in iterations)
     end = max(iteration.iteration_end for iteration in iterations)
     axis = _Axis(begin, max(end - begin, 1e-3))
-    ranks = "".join(
-        _RankPicture(trace, iteration, axis).draw() for trace, iteration in zip(traces, iterations)
-    )
-    legend = "".join(
-        f'<span><i style="background:{colour}"></i>{escape(phase)}</span>'
-        for phase, colour in COLOURS.items()
-    )
+    ranks = ""
+    for trace, iteration in zip(traces, iterations):
+        ranks += _RankPicture(trace, iteration, axis).draw()
+    legend = ""
+    for phase, colour in COLOURS.items():
+        legend += f'<span><i style="background:{colour}"></i>{escape(phase)}</span>'
     omission = ""
     if len(analysis.traces) > len(traces):
         omission = f" {len(analysis.traces) - len(traces)} further ranks are not drawn."
@@ -111,9 +110,8 @@ class _RankPicture:
     def draw(self) -> str:
         self._draw_phases()
         lanes = self._draw_reductions()
-        self._html.append(
-            f'<i class="end" style="{self._axis.position(self._iteration.bp_end)}"></i>'
-        )
+        end = self._axis.position(self._iteration.bp_end)
+        self._html.append(f'<i class="end" style="{end}"></i>')
         height = _PHASES_HEIGHT + lanes * _LANE_HEIGHT
         return f'<div class="rank" style="height:{height}px">{"".join(self._html)}</div>'
 
@@ -129,9 +127,8 @@ class _RankPicture:
         if iteration.gather:
             self._phase("gather", update_end, iteration.iteration_end)
         for ready in iteration.ready:
-            mark = (
-                f"{self._axis.position(ready)};top:16px;width:1px;height:6px;background:#ffffffbf"
-            )
+            position = self._axis.position(ready)
+            mark = f"{position};top:16px;width:1px;height:6px;background:#ffffffbf"
             self._html.append(f'<i style="{mark}"></i>')
 
     def _phase(self, name: str, start: float, end: float) -> None:
@@ -142,7 +139,7 @@ class _RankPicture:
         """Draw each reduction in the first lane that is free; return the number of lanes."""
         bp_end = self._iteration.bp_end
         intervals = self._iteration.allreduce
-        lanes: list[float] = []  # the time from which each is free
+        lanes: list[float] = []  # by lane, the time from which it is free
         for segment in sorted(range(len(intervals)), key=intervals.__getitem__):
             start, end = intervals[segment]
             free_lanes = [lane for lane, free_from in enumerate(lanes) if free_from <= start]

@@ -49,14 +49,14 @@ def _notes(analysis: Analysis) -> list[str]:
 def _clocks(traces: Sequence[RankTrace]) -> str:
     if len({trace.host for trace in traces}) == 1:
         return "all ranks read the clock of the same host"
-    # Without an error, a rank of another host has got no answer from rank 0.
+    # A rank whose clock error is unknown has got no answer from rank 0.
     if any(trace.clock_error_us is None for trace in traces):
         return "the clocks of the hosts could not be compared: times of different hosts don't fit together"
     error = max(trace.clock_error_us or 0.0 for trace in traces)
     return f"the clocks of the hosts were compared at the start, to ±{error / 1e3:.2f} ms"
 
 
-# Hidden and exposed are the reduction during and after compute; gather is the exchange of new values.
+# "hidden" and "exposed" are the reduction during and after compute; "gather" is the exchange of new values.
 _NAMES = ("step", "input", "compute", "hidden", "exposed", "update", "gather")
 
 

@@ -149,7 +149,7 @@ def decorator_tf_session(make_session: Callable) -> Callable:
     @functools.wraps(make_session)
     def with_npu_config(*args: Any, **keywords: Any) -> Any:
         bound = signature.bind(*args, **keywords)
-        # Bound to names, since the argument may have been passed by position.
+        # The script may have passed ``config`` by position.
         bound.arguments["config"] = npu_config_proto(bound.arguments.get("config"))
         return make_session(*bound.args, **bound.kwargs)
 

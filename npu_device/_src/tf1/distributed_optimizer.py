@@ -38,7 +38,7 @@ class DelegatingOptimizer(tf.compat.v1.train.Optimizer):
     def __init__(self, optimizer: Any, name: str) -> None:
         super().__init__(use_locking=False, name=name)
         self._optimizer = optimizer
-        # Passed on, since the optimizer inside has the slots.
+        # The optimizer inside has the slots.
         for method in ("get_slot", "get_slot_names", "variables"):
             setattr(self, method, getattr(optimizer, method))
 
@@ -83,9 +83,7 @@ class NPUDistributedOptimizer(DelegatingOptimizer):
     def apply_gradients(self, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
         if not self._sharded:
             return super().apply_gradients(grads_and_vars, *args, **kwargs)
-        pairs = [
-            (gradient, variable) for gradient, variable in grads_and_vars if gradient is not None
-        ]
+        pairs = [pair for pair in grads_and_vars if pair[0] is not None]
         return grouping_gradients_apply(super().apply_gradients, pairs, *args, **kwargs)
 
 
@@ -107,9 +105,9 @@ def npu_distributed_optimizer_wrapper(optimizer: Any) -> Any:
         return optimizer
     _require_unwrapped(optimizer)
     tell_if_asked(world_unless_child(), "it is an optimizer of TensorFlow 1")
-    # Marked, so that a second wrapper is noticed.
+    # The mark shows a second wrapper that the optimizer is wrapped.
     setattr(optimizer, _WRAPPED, True)
-    # Replaced on the object: other optimizers of its class stay as they are.
+    # The method is replaced on the object, so that other optimizers of its class stay as they are.
     optimizer.compute_gradients = MethodType(_compute_gradients, optimizer)
     return optimizer
 
@@ -132,7 +130,7 @@ def _averaged(pairs: Any) -> GradientPairs:
     pairs = list(pairs)
     if device.unless_child() is None:
         return pairs
-    # Reduced together, as the split strategy takes a list.
+    # The split strategy takes all gradients together.
     averages = all_reduce([gradient for gradient, _ in pairs])
     return [(average, variable) for average, (_, variable) in zip(averages, pairs)]
 
@@ -278,22 +276,25 @@ class ExponentialUpdateLossScaleManager:
         """
         scale = self._scale.read_value()
         good = tf.where(finite_grads, self._good.read_value() + 1, 0)
-        bad = self._bad.read_value() + tf.cast(tf.logical_not(finite_grads), tf.int32)
+        overflows = tf.logical_not(finite_grads)
+        bad = self._bad.read_value() + tf.cast(overflows, tf.int32)
         grow = tf.logical_and(finite_grads, good >= self._incr_every)
-        shrink = tf.logical_and(tf.logical_not(finite_grads), bad >= self._decr_every)
+        shrink = tf.logical_and(overflows, bad >= self._decr_every)
         # The scale stops growing where it would be infinite in float32.
-        larger = tf.where(scale < _LARGEST / self._incr_ratio, scale * self._incr_ratio, scale)
+        can_grow = scale < _LARGEST / self._incr_ratio
+        larger = tf.where(can_grow, scale * self._incr_ratio, scale)
         smaller = tf.maximum(scale * self._decr_ratio, 1.0)
-        is_unchanged = tf.cast(tf.logical_not(tf.logical_or(grow, shrink)), tf.int32)
+        changes = tf.logical_or(grow, shrink)
+        is_unchanged = tf.cast(tf.logical_not(changes), tf.int32)
         # Everything is read before the first write, since a read of a TensorFlow 1 variable may see what another
         # operation of the same run writes.
         with tf.control_dependencies([grow, shrink, larger, smaller, good, bad]):
-            new_scale = tf.where(grow, larger, tf.where(shrink, smaller, scale))
-            return tf.group(
-                self._scale.assign(new_scale),
-                self._good.assign(good * is_unchanged),
-                self._bad.assign(bad * is_unchanged),
-            )
+            new_scale = tf.where(shrink, smaller, scale)
+            new_scale = tf.where(grow, larger, new_scale)
+            set_scale = self._scale.assign(new_scale)
+            set_good = self._good.assign(good * is_unchanged)
+            set_bad = self._bad.assign(bad * is_unchanged)
+            return tf.group(set_scale, set_good, set_bad)
 
 
 def _variable(initial: Any, dtype: tf.DType, name: str) -> Any:

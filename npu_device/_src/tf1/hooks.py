@@ -50,9 +50,8 @@ def broadcast_global_variables(root_rank: int = 0, index: Any = None) -> Any:
     """
     of_one_rank = {id(variable) for variable in tf.compat.v1.get_collection(VARIABLES_OF_ONE_RANK)}
     variables = tf.compat.v1.global_variables()
-    return broadcast(
-        [variable for variable in variables if id(variable) not in of_one_rank], root_rank
-    )
+    on_all_ranks = [variable for variable in variables if id(variable) not in of_one_rank]
+    return broadcast(on_all_ranks, root_rank)
 
 
 class NPUBroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
@@ -75,7 +74,7 @@ class NPUBroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
         job = device.unless_child()
         if job is not None and job.cluster.world_size > 1:
             _warn_if_unreduced(job)
-            # Added here, since the graph takes no operations once the session has been made.
+            # The graph takes no operations once the session has been made.
             self._broadcast = broadcast_global_variables(self._root_rank, self._index)
 
     def after_create_session(self, session: Any, coord: Any) -> None:
@@ -172,7 +171,7 @@ class NPUOutputTensorHook(tf.compat.v1.train.SessionRunHook):
             self._hand_over()
 
     def _hand_over(self) -> None:
-        # A new list is begun, since the function may keep this one.
+        # The next values go to a new list, since the function may keep the list that it is given.
         collected = self._collected
         self._collected = []
         if self._output_fn:
@@ -269,7 +268,7 @@ class IterationPerLoop:
                 self._session.run(train_op, dict(zip(placeholders, fed)))
             return [np.array(self._steps, np.int64)]
 
-        # Loops that nobody refers to any more need no number.
+        # Loops that aren't referred to any more need no number of steps.
         _loops.setdefault(train_op.graph, weakref.WeakSet()).add(self)
         with train_op.graph.as_default():
             [steps_made] = call_python(steps, placeholders, [tf.TensorSpec([], tf.int64)])
@@ -320,12 +319,11 @@ def set_iteration_per_loop(sess: Any, train_op: Any, iterations_per_loop: int = 
 
 def _placeholders_before(operation: tf.Operation) -> list[tf.Tensor]:
     """Return the placeholders that an operation needs. A nested run sees nothing that is fed to the outer one."""
-    needed = (
-        source
-        for source in compat.walk([operation], compat.producers)
-        if source.type.startswith("Placeholder")
-    )
-    return [source.outputs[0] for source in needed]
+    placeholders = []
+    for source in compat.walk([operation], compat.producers):
+        if source.type.startswith("Placeholder"):
+            placeholders.append(source.outputs[0])
+    return placeholders
 
 
 def _require_operation(train_op: Any) -> None:

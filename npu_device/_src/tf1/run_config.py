@@ -296,7 +296,7 @@ class NPUEstimator(_Estimator):
             params=params,
             warm_start_from=warm_start_from,
         )
-        # Set on the object, since TensorFlow refuses a subclass that overrides ``train``.
+        # TensorFlow refuses a subclass that overrides ``train``, so the object gets the method.
         self.train = self._train_from_the_same_variables
 
     def _train_from_the_same_variables(

@@ -38,7 +38,7 @@ def initialize_system(name: str | None = None) -> Any:
     """
     _require_graph("initialize_system")
     device.open()
-    # Joined at once, when the graph is built: running an operation comes too late for the devices.
+    # The job is joined when the graph is built: running an operation comes too late for the devices.
     return tf.no_op(name=name)
 
 
@@ -222,8 +222,8 @@ class Profiler:
     def __enter__(self) -> Profiler:
         try:
             tf.profiler.experimental.start(self._output_path)
-        # TensorFlow takes one profile at a time.
         except tf.errors.AlreadyExistsError:
+            # TensorFlow takes one profile at a time.
             raise RuntimeError(
                 "Profiler: another profile is being taken in this process, by another Profiler or by tf.profiler.\n"
                 "What to do: leave that block, or call tf.profiler.experimental.stop(), first."

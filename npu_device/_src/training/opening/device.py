@@ -89,9 +89,9 @@ class NpuDeviceHandle:
 
 
 _handle: NpuDeviceHandle | None = None
-_told_as: int | None = None  # number of the process that has been told that it is a child of a rank
+_warned_pid: int | None = None  # id of the process that has been told that it is a child of a rank
 _tf_config: str | None = None  # ``TF_CONFIG`` when the device was opened
-_seed: int | None = None  # what was passed as ``seed``
+_seed: int | None = None  # the ``seed`` that was passed to ``open``
 
 
 def open(device_id: int | None = None, seed: int | None = None) -> NpuDeviceHandle:
@@ -127,7 +127,7 @@ def open(device_id: int | None = None, seed: int | None = None) -> NpuDeviceHand
         device = parent.device_id
         if device_id is not None:
             device = device_id
-        # In a fork, the handle of the parent is that of the child.
+        # A fork goes on with the handle of its parent.
         _handle = _handle or NpuDeviceHandle(device, parent.world_size, parent.rank)
         return _handle
     if seed is not None:
@@ -141,9 +141,9 @@ def open(device_id: int | None = None, seed: int | None = None) -> NpuDeviceHand
     _set_log_level()
     membership = schemes.membership_from_environment(device_id)
     if membership is None:
-        numbers = [device_id, environment.ASCEND_DEVICE_ID.get(), environment.DEVICE_ID.get(), 0]
-        number = next(int(number) for number in numbers if number is not None)
-        _handle = NpuDeviceHandle(number, 1, 0)
+        candidates = [device_id, environment.ASCEND_DEVICE_ID.get(), environment.DEVICE_ID.get(), 0]
+        chosen_id = next(int(candidate) for candidate in candidates if candidate is not None)
+        _handle = NpuDeviceHandle(chosen_id, 1, 0)
     else:
         try:
             cluster = _join(membership, seed)
@@ -161,9 +161,9 @@ def open(device_id: int | None = None, seed: int | None = None) -> NpuDeviceHand
 
 def _warn_in_child(parent: ParentRank) -> None:
     """Warn once in each child process of a rank that nothing is opened there."""
-    global _told_as
-    if _told_as != os.getpid():
-        _told_as = os.getpid()
+    global _warned_pid
+    if _warned_pid != os.getpid():
+        _warned_pid = os.getpid()
         _log.warning(
             "npu.open() does nothing in this process (%d): it is a child of %s, and no rank.\n%s",
             *(os.getpid(), parent, _TO_BE_A_RANK),
@@ -189,7 +189,7 @@ def _join(membership: Membership, seed: int | None) -> Cluster:
         jobs.require_unclosed()
         compat.renew_context_of_graphs()
         cluster, channel = rendezvous.meet(membership)
-        # Marked before TensorFlow's threads start: C programs may read the environment.
+        # The mark changes the environment, which threads of TensorFlow may read once they have started.
         parent_rank.mark(cluster)
         job = jobs.start(cluster, channel, membership.starts_hub, membership.secret)
         _begin(job, trace_settings, seed)
@@ -215,8 +215,8 @@ def _set_seed(seed: int | None) -> None:
             "since then depends on that.\nWhat to do: pass the seed in one place only."
         )
     _seed = seed
-    # Set without making TensorFlow's context. A Keras that is imported later takes its seeds from Python's random
-    # state.
+    # Seeds can be set without making TensorFlow's context. A Keras that is imported later takes its seeds from Python's
+    # random state.
     keras_utils = [sys.modules[name].utils for name in ("keras", "tf_keras") if name in sys.modules]
     # The import fails where TF_USE_LEGACY_KERAS is set without tf_keras.
     with contextlib.suppress(ImportError):
@@ -237,23 +237,23 @@ def forget_seed() -> None:
 def _checked(seed: Any) -> int:
     """Return a seed as Python's integer."""
     try:
-        number = operator.index(seed)
-        # Refused below: ``True`` is 1 for Python, but no seed.
+        integer = operator.index(seed)
+        # ``True`` is 1 for Python, but no seed.
         if isinstance(seed, bool):
-            number = -1
+            integer = -1
     except TypeError:
-        number = -1
-    if not 0 <= number <= _LARGEST_SEED:
+        integer = -1
+    if not 0 <= integer <= _LARGEST_SEED:
         raise ValueError(
             f"npu.open(seed={seed!r}): expected an integer from 0 to {_LARGEST_SEED}.\n"
             "What to do: pass one such number, the same on every rank."
         )
-    return number
+    return integer
 
 
 def _require_same_seed(running: Job, seed: int | None) -> None:
     """Compare the seeds that the ranks have passed; every rank of the job makes this call."""
-    # Compared also where a rank passed None: a seed on some ranks only would be found much later.
+    # A rank without a seed makes the call, too: a seed on some ranks only would be found much later.
     seeds = running.store.gather("seed", seed, environment.HCCL_CONNECT_TIMEOUT.get())
     if seeds.count(seeds[0]) < len(seeds):
         lines = []
@@ -303,7 +303,7 @@ def _begin(job: Job, trace_settings: Settings | None, seed: int | None) -> None:
         resources.count_cores(job)
         resources.divide_cores(job)
         resources.prepare_gpu(job, hosts)
-        # Opened now, so that a lack of free ports is an error of the start.
+        # The ports are opened now, so that a lack of free ones is an error of the start.
         if not hosts.share_memory:
             job.peers.open()
         if hosts.needs_server:
@@ -319,7 +319,8 @@ def _begin(job: Job, trace_settings: Settings | None, seed: int | None) -> None:
             trace.start(job, trace_settings)
             # Rank 0 writes the report on all ranks.
             job.serves_others = job.serves_others or job.cluster.rank == 0
-            # Registered here, it runs before the cluster's own shutdown, which is registered at its start.
+            # Functions run at exit in reverse order: the job closes before the cluster, which has registered its own
+            # shutdown already.
             atexit.register(close)
         last_word = LastWord(job)
         job.add(last_word)
@@ -344,13 +345,13 @@ def close() -> None:
         OSError: the report of a trace can't be written.
     """
     global _handle, _seed
-    # Forgotten, since the next ``open`` may have another seed.
     _handle = None
+    # The next ``open`` may have another seed.
     _seed = None
     job = jobs.current()
     if job is not None and job.in_fork:
         return
-    # Asked before the job closes, which ends the trace.
+    # The job ends the trace when it closes.
     tracer = trace.running()
     jobs.close()
     if tracer is not None and tracer.rank == 0:
