@@ -96,7 +96,7 @@ def test_an_option_follows_later_assignments_and_can_be_unset(options: GlobalOpt
 
 
 def test_refused_values_and_unknown_names_with_the_nearest(options: GlobalOptions) -> None:
-    names = ", ".join(member.name for member in GLOBAL_OPTIONS.members)
+    names = ", ".join(declaration.name for declaration in GLOBAL_OPTIONS.declarations)
     for path, wrong, says in (
         ("aoe_config.aoe_mode", 2, r"2 \(of type int\); expected one of '1', '2', '4'"),
         ("input_fusion_size", -1, "input_fusion_size.*-1.*0 to 33554432"),

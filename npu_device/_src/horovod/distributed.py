@@ -103,7 +103,7 @@ def DistributedOptimizer(optimizer: Any, name: str | None = None, **arguments: A
         optimizer.__class__ = _with_old_names(optimizer.__class__)
         if environment.NPU_DEVICE_HOROVOD.is_set():
             owners = (owner for owner in keras.Model.__mro__ if "compile" in vars(owner))
-            _take_old_argument(next(owners))
+            _accept_old_argument(next(owners))
     local.install(optimizer)
     return optimizer
 
@@ -139,7 +139,7 @@ def _with_old_names(original: Any) -> Any:
 
 
 @functools.cache
-def _take_old_argument(owner: Any) -> None:
+def _accept_old_argument(owner: Any) -> None:
     """Let ``compile`` take ``experimental_run_tf_function``, which has meant nothing since TensorFlow 2.2."""
     original = owner.compile
 

@@ -104,8 +104,8 @@ def _numa_nodes(root: Path) -> dict[int, int]:
     """Return the NUMA node of each CPU."""
     nodes = {}
     for path in (root / "sys/devices/system/node").glob("node[0-9]*/cpulist"):
-        number = int(path.parent.name.removeprefix("node"))
-        nodes.update(dict.fromkeys(_numbers(path), number))
+        node = int(path.parent.name.removeprefix("node"))
+        nodes.update(dict.fromkeys(_numbers(path), node))
     return nodes
 
 

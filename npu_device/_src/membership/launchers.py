@@ -27,18 +27,19 @@ class Launched:
     """The place of this process in the job, as the variables of the launcher give it."""
 
     launcher: str
-    variable: str  # name of the variable that holds the rank, for messages
+    rank_variable: str  # name of the variable that holds the rank, for messages
     size: int  # number of ranks, 1 or more
     rank: int
-    local_rank: int | None = None  # number of the rank among those of its host; None if unknown
+    local_rank: int | None = None  # position among the ranks of its host; None if unknown
     on_one_host: bool = False  # True if all ranks are known to be on this host
-    node: str = ""  # name that the launcher gives this host; "" if it has none
-    job: str = ""  # text that only the ranks of this job share; "" if there is none
+    node_name: str = ""  # name that the launcher gives this host; "" if it has none
+    job_name: str = ""  # text that only the ranks of this job have; "" if there is none
     address: str = ""  # address or name of the host of rank 0; "" if unknown
     port: int | None = None  # port at which the ranks meet there; None if the launcher names none
 
     def __str__(self) -> str:
-        return f"rank {self.rank} of {self.size} ({self.launcher}: {self.variable}={self.rank})"
+        source = f"{self.launcher}: {self.rank_variable}={self.rank}"
+        return f"rank {self.rank} of {self.size} ({source})"
 
 
 _REMEDY = (
@@ -110,7 +111,7 @@ def rendezvous_address(launched: Launched) -> tuple[tuple[str, ...], int | None,
         # torchrun's own store listens at the port, so that ranks can't meet there.
         port = None
     if launched.on_one_host:
-        if port is None and not launched.job:
+        if port is None and not launched.job_name:
             raise ClusterError(
                 f"{launched.launcher} started the {launched.size} ranks on this host, and nothing tells them at which "
                 "port they meet: from here, the process that started them can't be seen.\n"
@@ -136,14 +137,14 @@ def _slurm() -> Launched | None:
     step_id = environment.SLURM_STEP_ID.get()
     return Launched(
         launcher="Slurm",
-        variable=environment.SLURM_PROCID.name,
+        rank_variable=environment.SLURM_PROCID.name,
         size=size,
         rank=rank,
         local_rank=environment.SLURM_LOCALID.get(),
         # A list without brackets or commas is one node.
         on_one_host=node_of_task_0 == nodes,
-        node=environment.SLURMD_NODENAME.get() or "",
-        job=f"{job_id}.{step_id}",
+        node_name=environment.SLURMD_NODENAME.get() or "",
+        job_name=f"{job_id}.{step_id}",
         # Slurm puts task 0 on the first node, unless a host file orders the tasks.
         address=node_of_task_0,
     )
@@ -164,12 +165,12 @@ def _torchrun() -> Launched | None:
         )
     return Launched(
         launcher="torchrun",
-        variable=environment.RANK.name,
+        rank_variable=environment.RANK.name,
         size=size,
         rank=rank,
         local_rank=environment.LOCAL_RANK.get(),
         on_one_host=environment.LOCAL_WORLD_SIZE.get() == size,
-        job=f"{environment.MASTER_ADDR.get()}:{environment.MASTER_PORT.get()}",
+        job_name=f"{environment.MASTER_ADDR.get()}:{environment.MASTER_PORT.get()}",
     )
 
 
@@ -188,10 +189,10 @@ def _jax() -> Launched | None:
     address, port = coordinator or ("", None)
     return Launched(
         launcher="JAX",
-        variable=environment.JAX_PROCESS_ID.name,
+        rank_variable=environment.JAX_PROCESS_ID.name,
         size=size,
         rank=rank,
-        job=f"{address}:{port}",
+        job_name=f"{address}:{port}",
         address=address,
         port=port,
     )
@@ -306,12 +307,12 @@ def read_mpi() -> Launched | None:
             job = _starter(local_rank)
         return Launched(
             launcher=launcher,
-            variable=rank_variable.name,
+            rank_variable=rank_variable.name,
             size=size,
             rank=rank,
             local_rank=local_rank.get(),
             on_one_host=on_one_host,
-            job=job,
+            job_name=job,
         )
     return None
 

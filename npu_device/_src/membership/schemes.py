@@ -356,18 +356,18 @@ def _from_tf_config(size: int, device_id: int | None) -> Membership:
 def _from_launcher(launched: Launched, device_id: int | None) -> Membership:
     hosts, port, made_secret = launchers.rendezvous_address(launched)
     # Job names may hold characters that the hub doesn't take.
-    job_id = re.sub(r"[^A-Za-z0-9_-]+", "-", f"{launched.launcher} {launched.job}".strip())
+    job_id = re.sub(r"[^A-Za-z0-9_-]+", "-", f"{launched.launcher} {launched.job_name}".strip())
     if environment.JOB_ID.is_set():
         job_id = environment.JOB_ID.get()
     if device_id is None:
         device_id = launched.local_rank or 0
-    checksum = zlib.crc32(f"{job_id} {launched.job}".encode())
+    checksum = zlib.crc32(f"{job_id} {launched.job_name}".encode())
     return Membership(
         scheme=launched.launcher,
         world_size=launched.size,
         rank=launched.rank,
         host=None,
-        host_key=launched.node or socket.gethostname(),
+        host_key=launched.node_name or socket.gethostname(),
         device_id=device_id,
         is_chief=launched.rank == 0,
         chief_hosts=hosts,

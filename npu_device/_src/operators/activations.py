@@ -126,8 +126,8 @@ def gelu(x: Any) -> Any:
         # An operation of TensorFlow can't take a symbolic tensor of Keras, but layers can.
         scaled = keras.layers.Rescaling(_SLOPE)(x)
         gate = keras.layers.Activation("sigmoid")(scaled)
-        number = keras.backend.get_uid("npu.ops.gelu")
-        multiply = keras.layers.Multiply(name=f"npu.ops.gelu_{number}")
+        unique_id = keras.backend.get_uid("npu.ops.gelu")
+        multiply = keras.layers.Multiply(name=f"npu.ops.gelu_{unique_id}")
         return multiply([x, gate])
     if tf.executing_eagerly():
         return tf.nn.gelu(x)

@@ -69,7 +69,7 @@ class OptionGroup:
     # These declarations are for the type checker. ``__init__`` puts the attributes into ``__dict__``, since
     # ``__setattr__`` handles options only.
     _section: Section
-    _members: dict[str, Option | OptionGroup]
+    _options: dict[str, Option | OptionGroup]
     _prefix: str
     _root: OptionGroup
     _warns: bool | None  # the root's: the next assignment logs a warning; None before ``freeze``
@@ -78,39 +78,39 @@ class OptionGroup:
         self, section: Section, *, prefix: str = "", root: OptionGroup | None = None
     ) -> None:
         root = root or self
-        members: dict[str, Option | OptionGroup] = {}
-        for member in section.members:
-            if isinstance(member, Rule):
-                members[member.name] = Option(member)
+        options: dict[str, Option | OptionGroup] = {}
+        for declaration in section.declarations:
+            if isinstance(declaration, Rule):
+                options[declaration.name] = Option(declaration)
             else:
-                path = f"{prefix}{member.name}."
+                path = f"{prefix}{declaration.name}."
                 # The root warns once for all of its groups.
-                members[member.name] = OptionGroup(member, prefix=path, root=root)
+                options[declaration.name] = OptionGroup(declaration, prefix=path, root=root)
         self.__dict__.update(
-            _section=section, _members=members, _prefix=prefix, _root=root, _warns=None
+            _section=section, _options=options, _prefix=prefix, _root=root, _warns=None
         )
 
     def __getattr__(self, name: str) -> Any:
         # Python looks for __deepcopy__ and the like on an object whose __dict__ is still empty.
         if name.startswith("_"):
             raise AttributeError(name)
-        member = self._members.get(name)
-        if member is None:
+        option = self._options.get(name)
+        if option is None:
             raise AttributeError(self._unknown(name))
-        return member
+        return option
 
     def __setattr__(self, name: str, value: Any) -> None:
-        member = self._members.get(name)
-        if member is None:
+        option = self._options.get(name)
+        if option is None:
             raise ValueError(self._unknown(name))
         path = self._prefix + name
-        if isinstance(member, OptionGroup):
-            names = ", ".join(f"{path}.{below}" for below in member._members)
+        if isinstance(option, OptionGroup):
+            names = ", ".join(f"{path}.{below}" for below in option._options)
             raise ValueError(
                 f"{path!r} is a group of options and can't be assigned as a whole; assign to {names}"
             )
-        member.assign(path, value)
-        if member.deprecated:
+        option.assign(path, value)
+        if option.deprecated:
             _log.warning("option %r is deprecated and may be removed from Ascend's adapter", path)
         if self._root._warns:
             self._root.__dict__["_warns"] = False
@@ -121,7 +121,7 @@ class OptionGroup:
             )
 
     def __dir__(self) -> list[str]:
-        return [*super().__dir__(), *self._members]
+        return [*super().__dir__(), *self._options]
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.as_dict()}>"
@@ -129,11 +129,11 @@ class OptionGroup:
     def as_dict(self) -> dict[str, str]:
         """Return the options that are set, including those of groups: plain name to text."""
         flat: dict[str, str] = {}
-        for name, member in self._members.items():
-            if isinstance(member, OptionGroup):
-                flat.update(member.as_dict())
-            elif member.value is not None:
-                flat[name] = member.value
+        for name, option in self._options.items():
+            if isinstance(option, OptionGroup):
+                flat.update(option.as_dict())
+            elif option.value is not None:
+                flat[name] = option.value
         return flat
 
     def _unknown(self, name: str) -> str:
@@ -142,12 +142,12 @@ class OptionGroup:
         # Options of this name in other groups come first, since they are more likely meant than similar ones in this
         # group.
         guesses = [path for path, rule in self._root._section.rules() if rule.name == name]
-        matches = difflib.get_close_matches(name, self._members, n=1)
+        matches = difflib.get_close_matches(name, self._options, n=1)
         guesses += [self._prefix + match for match in matches]
         ending = "."
         if guesses:
             ending = f"; did you mean {guesses[0]!r}?"
-        return f"{group} has no option {name!r}{ending}\nValid names: {', '.join(self._members)}"
+        return f"{group} has no option {name!r}{ending}\nValid names: {', '.join(self._options)}"
 
 
 class GlobalOptions(OptionGroup):

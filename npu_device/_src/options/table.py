@@ -63,17 +63,17 @@ class Section:
     """A named group of options and of further groups."""
 
     name: str
-    members: tuple[Rule | Section, ...]
+    declarations: tuple[Rule | Section, ...]
 
     def rules(self, prefix: str = "") -> list[tuple[str, Rule]]:
         """Return all options, those of further groups too, each with its path."""
         rules: list[tuple[str, Rule]] = []
-        for member in self.members:
-            path = prefix + member.name
-            if isinstance(member, Section):
-                rules += member.rules(path + ".")
+        for declaration in self.declarations:
+            path = prefix + declaration.name
+            if isinstance(declaration, Section):
+                rules += declaration.rules(path + ".")
             else:
-                rules.append((path, member))
+                rules.append((path, declaration))
         return rules
 
 

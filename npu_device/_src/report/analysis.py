@@ -67,10 +67,10 @@ def steady(traces: Sequence[RankTrace]) -> list[RankTrace]:
             f"rank {trace.rank}: {len(trace.iterations)} iterations" for trace in traces
         )
         raise ValueError(f"no iteration was recorded on every rank:\n{counts}")
-    numbers = common[WARM_UP:] or common[-1:]
+    counted_ids = common[WARM_UP:] or common[-1:]
     steady_traces = []
     for trace, iterations in zip(traces, by_trace):
-        common_iterations = tuple(iterations[number] for number in numbers)
+        common_iterations = tuple(iterations[iteration_id] for iteration_id in counted_ids)
         steady_traces.append(replace(trace, iterations=common_iterations))
     return steady_traces
 

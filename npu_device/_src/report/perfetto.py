@@ -56,51 +56,61 @@ def _events(trace: RankTrace) -> Iterator[Event]:
 
 
 def _iteration_events(rank: int, iteration: Iteration) -> Iterator[Event]:
-    number = iteration.iteration
+    iteration_id = iteration.iteration
     begin = round(iteration.iteration_start)
     fp_start = round(iteration.fp_start)
     bp_end = round(iteration.bp_end)
     end = round(iteration.iteration_end)
-    points = {"Iteration ID": number, "FP Start": fp_start, "BP End": bp_end}
+    points = {"Iteration ID": iteration_id, "FP Start": fp_start, "BP End": bp_end}
     step = {**points, "Iteration End": end, "Iteration Time(us)": end - begin}
-    yield _span(f"Iteration {number}", "Iteration Time", rank, _STEP, begin, end, step)
+    yield _span(f"Iteration {iteration_id}", "Iteration Time", rank, _STEP, begin, end, step)
     compute = {**points, "FP_BP Time(us)": bp_end - fp_start}
-    yield _span(f"FP_BP Time {number}", "FP_BP Time", rank, _PHASES, fp_start, bp_end, compute)
+    yield _span(
+        f"FP_BP Time {iteration_id}", "FP_BP Time", rank, _PHASES, fp_start, bp_end, compute
+    )
     if iteration.update_end is not None:
         gathers_from = round(iteration.update_end)
-        gather = {"Iteration ID": number, "Gather Time(us)": end - gathers_from}
-        yield _span(f"Gather {number}", "Gather Time", rank, _PHASES, gathers_from, end, gather)
+        gather = {"Iteration ID": iteration_id, "Gather Time(us)": end - gathers_from}
+        yield _span(
+            f"Gather {iteration_id}", "Gather Time", rank, _PHASES, gathers_from, end, gather
+        )
     if iteration.input_wait is not None:
         # The wait for data is an arrow from the beginning of the iteration, as on Ascend. Its ends attach to the spans
         # that begin there.
-        wait = {"Iteration ID": number, "Data_aug Bound(us)": round(iteration.input_wait)}
+        wait = {"Iteration ID": iteration_id, "Data_aug Bound(us)": round(iteration.input_wait)}
         arrow = {
             "cat": "Data_aug Bound",
-            "name": f"Data_aug Bound {number}",
+            "name": f"Data_aug Bound {iteration_id}",
             "pid": rank,
-            "id": rank << 32 | number,
+            "id": rank << 32 | iteration_id,
         }
         yield {**arrow, "ph": "s", "tid": _STEP, "ts": begin, "args": wait}
         yield {**arrow, "ph": "t", "tid": _PHASES, "ts": fp_start, "args": wait}
     refresh = {
-        "Iteration ID": number,
+        "Iteration ID": iteration_id,
         "BP End": bp_end,
         "Iteration End": end,
         "Iteration Refresh(us)": end - bp_end,
     }
     yield _span(
-        f"Iteration Refresh {number}", "Iteration Refresh", rank, _PHASES, bp_end, end, refresh
+        f"Iteration Refresh {iteration_id}",
+        "Iteration Refresh",
+        rank,
+        _PHASES,
+        bp_end,
+        end,
+        refresh,
     )
     for segment, (start_us, end_us) in enumerate(iteration.allreduce):
         start = round(start_us)
         end = round(end_us)
         reduce = {
-            "Iteration ID": number,
+            "Iteration ID": iteration_id,
             f"Reduce Start {segment}": start,
             f"Reduce End {segment}": end,
         }
         line = _FIRST_SEGMENT + segment
-        yield _span(f"Reduce_{number}_{segment}", "Reduce", rank, line, start, end, reduce)
+        yield _span(f"Reduce_{iteration_id}_{segment}", "Reduce", rank, line, start, end, reduce)
 
 
 def _span(

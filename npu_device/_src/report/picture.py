@@ -80,8 +80,8 @@ def _drawn(analysis: Analysis) -> list[RankTrace]:
     return [trace for trace in analysis.traces if trace.rank in ranks]
 
 
-def _iteration(trace: RankTrace, number: int) -> Iteration:
-    return next(iteration for iteration in trace.iterations if iteration.iteration == number)
+def _iteration(trace: RankTrace, iteration_id: int) -> Iteration:
+    return next(iteration for iteration in trace.iterations if iteration.iteration == iteration_id)
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ def _ticks(longest: float) -> str:
     rough = longest / _TICKS
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough)
-    ticks = (round(step * number, 9) for number in range(int(longest / step) + 1))
+    ticks = (round(step * index, 9) for index in range(int(longest / step) + 1))
     return "".join(
         f'<div class="tick" style="left:{100 * tick / longest:.2f}%">{tick:g} ms</div>'
         for tick in ticks

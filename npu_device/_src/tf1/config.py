@@ -59,7 +59,7 @@ def npu_session_config_init(session_config: Any = None) -> Any:
     rewrites.memory_optimization = RewriterConfig.OFF
     if _optimizer_of(session_config) is None:
         rewrites.custom_optimizers.add().name = _NAME
-    take_parameters(session_config)
+    copy_parameters(session_config)
     return session_config
 
 
@@ -130,7 +130,7 @@ class SessionConfigBuilder:
     @property
     def session_config(self) -> Any:
         """Return the configuration, and apply the parameters set so far."""
-        take_parameters(self._config)
+        copy_parameters(self._config)
         return self._config
 
 
@@ -156,7 +156,7 @@ def decorator_tf_session(make_session: Callable) -> Callable:
     return with_npu_config
 
 
-def take_parameters(config: Any) -> None:
+def copy_parameters(config: Any) -> None:
     """Copy the parameters of "NpuOptimizer" that have an effect here, if it has them, to ``npu.global_options()``."""
     optimizer = _optimizer_of(config)
     if optimizer is None:

@@ -238,8 +238,8 @@ class _CheckpointOfCopy:
         if self._world is None or not storage.has_copies:
             return
         for root, files in enumerate(written):
-            takes = storage.is_keeper and storage.keepers[root] != storage.rank
-            selection.send_files(self._world, self._partial, sorted(files), root, takes)
+            receives = storage.is_keeper and storage.keepers[root] != storage.rank
+            selection.send_files(self._world, self._partial, sorted(files), root, receives)
 
     def _manifest(self, files: dict[str, list[int]]) -> dict[str, Any]:
         """Make the shared files of their pieces; return the manifest."""

@@ -308,12 +308,12 @@ class JobCheckpoint:
         received_folder = storage.partial(chosen.step)
         # All folders in memory have the same files.
         is_sent = not chosen.is_complete and directory == self._directory
-        # Without an own part to read, a directory needs the holder's copy of the shared part.
-        takes = is_sent and storage.keepers[chosen.holder] != storage.keepers[storage.rank]
+        # Ranks that read no part of their own need a copy of the holder's shared part.
+        needs_copy = is_sent and storage.keepers[chosen.holder] != storage.keepers[storage.rank]
         manifest = chosen.manifest
         lost = list(chosen.not_kept)
         problem = f"the checkpoint of step {chosen.step} in {directory} can't be read:"
-        source = received_folder if takes else chosen.folder
+        source = received_folder if needs_copy else chosen.folder
 
         def read() -> None:
             lost.extend(self._shared.read(source / folder.SHARED, manifest["variables"]))
@@ -326,7 +326,7 @@ class JobCheckpoint:
 
         try:
             if is_sent and world is not None and storage.has_copies:
-                receives = takes and storage.is_keeper
+                receives = needs_copy and storage.is_keeper
                 selection.send_files(world, source, chosen.shared_files, chosen.holder, receives)
                 # The files have to be there before any rank of that host reads them.
                 world.wait()

@@ -227,9 +227,9 @@ def find_storage(world: World | None, directory: Path) -> Storage:
             mark_of(rank).unlink(missing_ok=True)
 
 
-def send_files(world: World, folder: Path, names: list[str], root: int, takes: bool) -> None:
+def send_files(world: World, folder: Path, names: list[str], root: int, receives: bool) -> None:
     """Send the root's files in a folder to the ranks that take them; every rank has to call this."""
-    if takes:
+    if receives:
         folder.mkdir(parents=True, exist_ok=True)
     for name in names:
         with contextlib.ExitStack() as stack:
@@ -237,7 +237,7 @@ def send_files(world: World, folder: Path, names: list[str], root: int, takes: b
             target = None
             if world.rank == root:
                 source = stack.enter_context((folder / name).open("rb"))
-            if takes:
+            if receives:
                 target = stack.enter_context((folder / name).open("wb"))
             while piece := world.object_from_root(source.read(_PIECE) if source else b"", root):
                 if target:
