@@ -5,13 +5,14 @@ if each rank makes all updates.
 from __future__ import annotations
 
 import tempfile
+from functools import partial
 from typing import Any, Callable
 
 import job
 import numpy as np
 import pytest
 import tensorflow as tf
-from caught_messages import warnings_of_package
+from caught_messages import error_of, warnings_of_package
 from divided_bodies import (
     SHAPES,
     assert_divided,
@@ -366,32 +367,36 @@ def test_what_cannot_be_divided_is_not(pool_with: Callable[..., Pool], kind: str
     assert weights == others
 
 
-def body_disagree() -> tuple[str, str]:
-    """Return the errors of two calls, and of two ranks, that don't agree on dividing an optimizer."""
+def body_disagree() -> tuple[str, str, bool]:
+    """Return the errors of two calls, and of two ranks, that don't agree on dividing an optimizer; and whether slots of
+    a later one are read as they are without.
+    """
     optimizer = wrap(tf.keras.optimizers.SGD(0.1), shard_optimizer=True)
     model = tf.keras.Sequential([tf.keras.Input([2]), tf.keras.layers.Dense(1)])
     model.compile(optimizer, "mse")
     model = npu.distribute.replicate(model, shard_optimizer=False)
-    try:
-        model.fit(np.ones([4, 2]), np.ones([4, 1]), batch_size=4, verbose=0)
-        of_calls = ""
-    except ValueError as error:
-        of_calls = str(error)
+    of_calls = error_of(
+        partial(model.fit, np.ones([4, 2]), np.ones([4, 1]), batch_size=4, verbose=0)
+    )
     variables = make_variables(SHAPES[:3], ["float32"])
     optimizer = wrap(tf.keras.optimizers.SGD(0.1), shard_optimizer=npu.distribute.rank() == 0)
-    try:
-        train(optimizer, variables, False)
-        return of_calls, ""
-    except RuntimeError as error:
-        return of_calls, str(error)
+    of_ranks = error_of(train, optimizer, variables, False)
+    ends = []
+    for shard_optimizer in (False, True):
+        variables = make_variables(SHAPES, ["float32"])
+        optimizer = wrap(optimizers()["adam"](), shard_optimizer=shard_optimizer)
+        train(optimizer, variables, True, 3)
+        ends.append(bits_of([*variables, *optimizer.variables]))
+        npu.distribute.barrier()
+    return of_calls, of_ranks, ends[0] == ends[1]
 
 
 def test_calls_and_ranks_that_disagree_are_an_error(pool_with: Callable[..., Pool]) -> None:
-    # Ranks of their own, since these number later optimizers differently.
     ranks = pool_with(2, "3", NPU_DEVICE_STATEMENT="off")
-    for of_calls, of_ranks in ranks.run(body_disagree):
+    for of_calls, of_ranks, is_same in ranks.run(body_disagree):
         assert "What to do: pass the same value to both, or to one." in of_calls
         assert "called different collective operations" in of_ranks
+        assert is_same
 
 
 def body_file_of_shares(directory: str) -> list[bytes]:

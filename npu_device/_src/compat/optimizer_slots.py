@@ -51,7 +51,8 @@ def why_not_alone(optimizer: Any) -> str:
     if is_tf_keras and not isinstance(optimizer, keras.optimizers.Optimizer):
         return "it is a legacy optimizer of tf-keras"
     if is_tf_keras and isinstance(optimizer, keras.optimizers.Nadam):
-        # In a function, tf-keras multiplies the product once more for each variable.
+        # In a function, tf-keras multiplies the product once more at the update of each variable: a rank would have to
+        # do that for the variables of the others, too, in the same order.
         return (
             "the momenta of tf-keras's Nadam depend on the number of variables that a rank updates"
         )

@@ -48,7 +48,8 @@ def _element_of(initial_value: Any) -> Any:
     # tf-keras has zeros where it is given nothing.
     if initial_value is None:
         return 0
-    # Averages begin with the weights of this rank, and a scalar may have been computed from these.
+    # Averages begin with the weights of this rank, and need no memory of their own: TensorFlow copies what is assigned
+    # only when an update changes it. A scalar may have been computed from weights.
     if not isinstance(initial_value, tf.Tensor) or not hasattr(initial_value, "numpy"):
         return None
     array = np.ascontiguousarray(initial_value.numpy())

@@ -21,7 +21,7 @@ from npu_device._src.training.opening.current_world import world_unless_child
 from npu_device._src.training.optimizers.optimizer_wrapper import (
     npu_distributed_keras_optimizer_wrapper,
 )
-from npu_device._src.training.sharding.divided_update import tell_if_asked
+from npu_device._src.training.sharding.divisible import tell_if_asked
 from npu_device._src.training.watching.wrapped_optimizers import carrier, reducer_of
 
 # The level of the message about variables that differ at the start: scripts of Horovod broadcast after the first step.

@@ -23,7 +23,7 @@ from npu_device._src.training.optimizers.loss_scale_optimizer import (
 from npu_device._src.training.optimizers.optimizer_wrapper import (
     npu_distributed_keras_optimizer_wrapper,
 )
-from npu_device._src.training.sharding.divided_update import tell_if_asked
+from npu_device._src.training.sharding.divisible import tell_if_asked
 
 _WRAPPED = "_npu_reduces_gradients"
 _LARGEST = 3.4e38

@@ -34,7 +34,7 @@ from npu_device._src.trace.trace import leading_to
 from npu_device._src.training.distribute.synchronized_layers import normalizes_alone
 from npu_device._src.training.fit.graph_lines import where
 from npu_device._src.training.optimizers.accumulation import reduce_in_each_step
-from npu_device._src.training.sharding.divided_update import divide_no_updates
+from npu_device._src.training.sharding.divisible import divide_no_updates
 from npu_device._src.training.watching import training_state
 from npu_device._src.training.watching.digests import variable_name
 from npu_device._src.verify.phases import Phases, acting_between_epochs

@@ -15,10 +15,9 @@ from npu_device._src import compat
 from npu_device._src.collectives.engine_text import explained
 from npu_device._src.training.distribute.variables import require_same_state
 from npu_device._src.training.fit import xla
-from npu_device._src.training.sharding.remote_slots import without_initial_slots
+from npu_device._src.training.sharding.remote_slots import assign_training_state
 from npu_device._src.training.watching import training_state
 from npu_device._src.training.watching.digests import checksum
-from npu_device._src.training.watching.same_variables import assign_from_root
 from npu_device._src.training.watching.wrapped_optimizers import reducer_of
 from npu_device._src.wording import counted
 from npu_device._src.world.share import without_optional
@@ -98,10 +97,10 @@ def synchronise(world: World, model: Any, training: bool, root_rank: int = 0) ->
         variables += training_state.optimizer_state(model)
     # Strings are words of a vocabulary, which no step changes.
     numeric = []
-    for variable in without_initial_slots(world, training_state.unique(variables), root_rank):
+    for variable in training_state.unique(variables):
         if tf.as_dtype(variable.dtype) != tf.string:
             numeric.append(variable)
-    assign_from_root(world, numeric, root_rank)
+    assign_training_state(world, numeric, root_rank)
 
 
 def full_checksum(batch: Any) -> int:

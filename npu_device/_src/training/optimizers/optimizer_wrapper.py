@@ -40,11 +40,8 @@ from npu_device._src.training.optimizers.accumulation import (
 )
 from npu_device._src.training.optimizers.finite_gradients import checked, with_nan_unless
 from npu_device._src.training.optimizers.reducing_methods import install
-from npu_device._src.training.sharding.divided_update import (
-    DividedUpdate,
-    divided_update,
-    tell_undivided,
-)
+from npu_device._src.training.sharding.divided_update import DividedUpdate
+from npu_device._src.training.sharding.divisible import divided_update, tell_undivided
 from npu_device._src.training.watching.own_parts import note_parts
 from npu_device._src.training.watching.replica_audit import Audit
 from npu_device._src.training.watching.same_samples import Pair, pair_of

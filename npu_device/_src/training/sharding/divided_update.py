@@ -7,92 +7,20 @@ memory.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Callable
 
 import tensorflow as tf
 
-from npu_device._src import compat, environment
-from npu_device._src.collectives.agreed_engine import has_owners
+from npu_device._src import compat
 from npu_device._src.collectives.ops import broadcast_from_owners
-from npu_device._src.gradients.reduction import Gradient, ReductionOptions, dense_of
+from npu_device._src.gradients.reduction import Gradient, dense_of
 from npu_device._src.trace.trace import changes_a_variable, mark_update_end
-from npu_device._src.training.sharding.optimizer_methods import install_methods
 from npu_device._src.training.sharding.remote_slots import OptimizerSlots
 from npu_device._src.training.sharding.shares import bytes_of, owners_of
 from npu_device._src.training.watching.schedule import is_only_building
 from npu_device._src.world.world import World
-
-_log = logging.getLogger("npu_device")
-_modes = {"divides": True}
-_DTYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32)
-
-
-def divide_no_updates() -> None:
-    """Let each rank make all updates from now on, to compare the gradients of all variables with one process."""
-    _modes["divides"] = False
-
-
-def divided_update(
-    world: World, optimizer: Any, options: ReductionOptions, accumulates: bool
-) -> DividedUpdate | None:
-    """Divide the updates of an optimizer among the ranks; return None, after a message on the first rank, if the result
-    would not be the same, or no step would be faster.
-
-    Args:
-        optimizer: not a loss-scale optimizer, but the one inside.
-        accumulates: it adds up the gradients of this rank over several steps, before they are reduced.
-    """
-    reason = _why_not(world, optimizer, options, accumulates)
-    if not reason:
-        # Keras changes averages in steps that only accumulate, too: then each rank does, as with the accumulators.
-        update = DividedUpdate(world, optimizer, accumulates and optimizer.use_ema)
-        reason = update.adopt()
-        if not reason:
-            install_methods(optimizer)
-            return update
-    tell_undivided(world, reason)
-    return None
-
-
-def tell_undivided(world: World, reason: str) -> None:
-    """Warn on the first rank that shard_optimizer has no effect."""
-    if world.rank == 0:
-        _log.warning("shard_optimizer has no effect, and each rank makes all updates: %s", reason)
-
-
-def tell_if_asked(world: World | None, reason: str) -> None:
-    """Warn that NPU_DEVICE_SHARD_OPTIMIZER has no effect on an optimizer, if it is on."""
-    if world is not None and environment.NPU_DEVICE_SHARD_OPTIMIZER.get() == "on":
-        tell_undivided(world, reason)
-
-
-def _why_not(world: World, optimizer: Any, options: ReductionOptions, accumulates: bool) -> str:
-    if world.size == 1:
-        return f"group {world.group.name!r} has one rank"
-    if not _modes["divides"]:
-        return "npurun verify compares the gradients and updates of all variables on each rank"
-    if not tf.compat.v1.executing_eagerly_outside_functions():
-        return "it trains in sessions of TensorFlow 1"
-    if tf.distribute.has_strategy():
-        return "a strategy of tf.distribute holds its variables"
-    if hasattr(optimizer, "inner_optimizer"):
-        return "the loss-scale optimizer was wrapped without it before"
-    if getattr(optimizer, "gradient_accumulation_steps", None) and not accumulates:
-        return "the gradients that it accumulates are reduced in each step"
-    # Maxima and products are taken in another way.
-    if options.reduction not in ("mean", "sum"):
-        return f"the reduction is {options.reduction!r}; sum and mean can be divided"
-    if environment.NPU_DEVICE_CHECK_GRADIENTS.get() == "on":
-        return "NPU_DEVICE_CHECK_GRADIENTS=on checks the gradients of all variables together"
-    if not has_owners(world.job, world.group, _DTYPES):
-        return (
-            "TensorFlow's engine would send 1.5 times the bytes, and each step would take longer. Shared memory, TCP "
-            "and MPI (NPU_DEVICE_BACKEND=tcp or mpi) send no more"
-        )
-    return compat.why_not_alone(optimizer)
 
 
 class DividedUpdate:
@@ -104,7 +32,7 @@ class DividedUpdate:
         self._world = world
         self._trained: list = []  # in the order of the slots
         self._owners: dict[int, int] = {}  # by the id of TensorFlow's variable
-        self._slots = OptimizerSlots(world.job, world.group, self)
+        self._slots = OptimizerSlots(world.job, world.group)
         self._is_building = False
         self._is_apart = False
         self._counted: list[tuple[int, tf.DType]] = []  # owners and dtypes of what a norm is of
@@ -150,6 +78,9 @@ class DividedUpdate:
         if not self._is_building or owner is None:
             return
         self._note(slot, owner)
+        # tf-keras's averages begin with the weights.
+        if initializer is variable:
+            getattr(slot, compat.SHARE).weight = variable
         if owner != self._world.rank:
             compat.free_until_first_step(slot, initializer)
 
@@ -231,6 +162,8 @@ class DividedUpdate:
         elif not optimizer.built:
             with tf.init_scope(), keras.name_scope(optimizer.name, caller=optimizer):
                 optimizer.build(list(variables))
+        if not is_only_building():
+            self._slots.take_number(self)
 
     def part_if(self, are_equal: bool) -> None:
         """Leave each slot to its owner, once all ranks have the same values."""

@@ -24,9 +24,11 @@ from npu_device._src.collectives.graph import call_now
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
 from npu_device._src.training.sharding.shares import bytes_of
+from npu_device._src.training.watching.digests import digest_of
+from npu_device._src.training.watching.same_variables import assign_from_root
 from npu_device._src.world.world import World
 
-_NUMBER_BITS = 20  # room for the numbers of the optimizers of one group
+_NUMBER_BITS = 31  # room for the numbers of the optimizers of one group
 
 
 class Share:
@@ -35,7 +37,10 @@ class Share:
     Attributes:
         owner: the rank of the job.
         is_apart: only the owner has the value; before, at the first step, all ranks have.
+        weight: the variable whose moving average the slot is; None for any other slot.
     """
+
+    weight: Any = None
 
     def __init__(self, slots: OptimizerSlots, index: int, owner: int) -> None:
         self.owner = owner
@@ -74,7 +79,7 @@ def mark(variable: Any, share: Share) -> None:
 class OptimizerSlots:
     """The slots of one optimizer, in the same order on every rank."""
 
-    def __init__(self, job: Job, group: Group, user: Any) -> None:
+    def __init__(self, job: Job, group: Group) -> None:
         self.variables: list = []
         self._job = job
         self.is_updating = False
@@ -94,9 +99,10 @@ class OptimizerSlots:
             exchange = SlotExchange(job)
             job.add(exchange)
         self._exchange = exchange
+        self._group = group
         # The lowest rank of the group has what those hand over that end before it.
         self.keeper = group.ranks[0]
-        self._number = exchange.add(self, group, user)
+        self._number = -1
 
     def add(self, slot: Any, owner: int) -> None:
         mark(slot, Share(self, len(self.variables), owner))
@@ -115,6 +121,11 @@ class OptimizerSlots:
             yield
         finally:
             self.is_updating = False
+
+    def take_number(self, user: Any) -> None:
+        """Take the number by which the ranks call this optimizer, at its first step; see ``SlotExchange.add``."""
+        if self._number < 0:
+            self._number = self._exchange.add(self, self._group, user)
 
     def begin(self) -> None:
         """Note that all ranks of the group have come to the first step of this optimizer."""
@@ -300,23 +311,26 @@ class SlotExchange:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._counts: dict[int, int] = {}  # of the optimizers of a group
+        self._next: dict[int, int] = {}  # the least free number of a group
         self._slots: dict[int, OptimizerSlots] = {}
         # An optimizer that is gone here may still be read on a rank that isn't as far in the script.
         self._users: dict[int, weakref.ref[Any]] = {}
         self.bytes_on_request = BytesOnRequest(job.cluster, job.health, job.peers, self)
 
     def add(self, slots: OptimizerSlots, group: Group, user: Any) -> int:
-        """Note an optimizer, and return its number, the same on every rank of the group.
+        """Note an optimizer, and return its number, the same on every rank of the group: they call this at its first
+        step, before they compare its variables.
 
         Args:
             user: the object that updates the slots.
         """
-        # Other ranks have other groups: each group counts its own optimizers.
+        # Other ranks have other groups: each group numbers its own optimizers.
         text = f"{group.name} {list(group.ranks)}"
         first_number = zlib.crc32(text.encode()) << _NUMBER_BITS
-        number = first_number + self._counts.get(first_number, 0)
-        self._counts[first_number] = number - first_number + 1
+        # Ranks that have disagreed on an earlier optimizer have still made the same number of calls.
+        calls = self._job.counts.of(group).started
+        number = max(first_number + calls, self._next.get(first_number, 0))
+        self._next[first_number] = number + 1
         self._slots[number] = slots
         self._users[number] = weakref.ref(user)
         return number
@@ -354,24 +368,31 @@ class SlotExchange:
                     yield slots.keeper, (number, index, slots.updates), content
 
 
-def without_initial_slots(world: World, variables: Sequence, root_rank: int) -> list:
-    """Return variables without the slots of divided updates that the root neither owns nor has another value for than
-    the initial one, which their owners have, too; every rank makes the call.
+def assign_training_state(world: World, variables: Sequence, root_rank: int) -> None:
+    """Set variables to the values of the root, as ``assign_from_root`` does, without the slots of divided updates that
+    the root neither owns nor has another value for than the initial one, which their owners have, too; every rank makes
+    the call.
     """
     slots = [index for index, variable in enumerate(variables) if compat.is_share(variable)]
-    if not slots:
-        return list(variables)
-    # A loaded file has given them memory; else they have none where they aren't owned.
-    with_memory = [index for index in slots if compat.has_memory(variables[index])]
+    sent = []
+    averages = []  # they have the values of their weights
     root = world.group.ranks[root_rank]
-    of_root = []
-    for index in with_memory:
-        share = getattr(variables[index], compat.SHARE)
-        if share.owner != root:
-            of_root.append(index)
-    sent = set(world.object_from_root(of_root, root_rank))
-    chosen = []
-    for index, variable in enumerate(variables):
-        if index in sent or not compat.is_share(variable):
-            chosen.append(variable)
-    return chosen
+    if world.rank == root_rank:
+        for index in slots:
+            slot = variables[index]
+            share = getattr(slot, compat.SHARE)
+            if share.weight is not None and digest_of(slot) == digest_of(share.weight):
+                averages.append(index)
+            # A loaded file has given them memory; else they have none where they aren't owned.
+            elif compat.has_memory(slot) and share.owner != root:
+                sent.append(index)
+    if slots:
+        sent, averages = world.object_from_root((sent, averages), root_rank)
+    left_out = set(slots).difference(sent)
+    assigned = [variable for index, variable in enumerate(variables) if index not in left_out]
+    assign_from_root(world, assigned, root_rank)
+    # TensorFlow lets an average have the memory of its weight until an update changes one of the two. By then, only the
+    # owner has the average. Other ones would come from the root, or be of the weights that this rank has had before.
+    for index in averages:
+        slot = variables[index]
+        slot.assign(getattr(slot, compat.SHARE).weight)
