@@ -392,8 +392,7 @@ def body_disagree() -> tuple[str, str, bool]:
 
 
 def test_calls_and_ranks_that_disagree_are_an_error(pool_with: Callable[..., Pool]) -> None:
-    ranks = pool_with(2, "3", NPU_DEVICE_STATEMENT="off")
-    for of_calls, of_ranks, is_same in ranks.run(body_disagree):
+    for of_calls, of_ranks, is_same in pool_with(2, "3").run(body_disagree):
         assert "What to do: pass the same value to both, or to one." in of_calls
         assert "called different collective operations" in of_ranks
         assert is_same

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Callable
 
 import job
+import numpy as np
 import pytest
 import tensorflow as tf
 from caught_messages import error_of, hears, settings
@@ -16,6 +17,8 @@ from versions import needs_keras_3
 
 import npu_device as npu
 from npu_device._src import compat
+from npu_device._src.training.opening.current_world import current_world
+from npu_device._src.training.sharding.remote_slots import assign_training_state
 
 _RANKS = re.compile(r"^  rank (\d) on host ", re.MULTILINE)
 
@@ -61,6 +64,29 @@ def test_a_rank_that_changes_divided_training_alone_is_named(
             assert "drifted apart: seen after step 3 (after step 2 they were equal)" in error
             assert "in 1 of " in error and name in error
             assert _RANKS.findall(error) == ["0", "1"], error
+
+
+def body_averages() -> list[bool]:
+    """Give all ranks the state of rank 0 before the first step; return whether each average has the memory of its
+    weight, with the value of rank 0.
+    """
+    variables = [tf.Variable(tf.fill([300, 5], 1.0 + npu.distribute.rank())) for _ in range(4)]
+    optimizer = wrap(optimizers()["averages"](), shard_optimizer=True)
+    optimizer.build(variables)
+    world = current_world()
+    assert world is not None
+    assign_training_state(world, [*variables, *optimizer.variables], 0)
+    found = []
+    for average, weight in zip(compat.averages_of(optimizer), variables):
+        arrays = [compat.to_array(tf.convert_to_tensor(variable)) for variable in (average, weight)]
+        found.append(np.shares_memory(*arrays) and bool(np.all(arrays[0] == 1.0)))
+    return found
+
+
+def test_averages_of_tf_keras_have_no_memory_of_their_own_before_the_first_step(
+    pool_with: Callable[..., Pool],
+) -> None:
+    assert pool_with(2, "2").run(body_averages) == [[True] * 4] * 2
 
 
 LARGE = """
