@@ -84,11 +84,12 @@ def test_calls_that_do_not_match(several_ranks: Pool, case: str) -> None:
 
 
 def test_calls_in_a_graph_that_nobody_uses_and_that_do_not_match(tmp_path: Path) -> None:
-    script = IN_A_FUNCTION.replace("step(three)", "step(tf.ones([4 - rank]))")
+    script = IN_A_FUNCTION.replace("step(three)", "step(tf.ones([4 - rank]))") + AFTERWARDS
     outputs = job.outputs(tmp_path, 2, script, code=1)
     last_arrival = max(job.stamp(output, "calls") for output in outputs)
     for output in outputs:
         assert "[2. 2. 2.]" in output
+        assert "refused" in output and "went on" not in output
         assert job.stamp(output, "raised") - last_arrival < 20  # tracing, and 2 s
         for rank in range(2):  # in code that AutoGraph rewrites
             assert re.search(
@@ -130,7 +131,7 @@ def test_a_rank_that_comes_late_is_named_and_waited_for_until_the_limit(tmp_path
     output = results[0].output
     assert results[0].code == 1 and "rank 0 has waited" in output
     assert re.search(
-        r"rank 1 on host \w+: hasn't arrived: 1 of 2 calls made, the last one: all_reduce", output
+        r"rank 1 on host \w+: hasn't arrived: 1 of 2 transfers begun; last call: all_reduce", output
     )
     assert "is waiting (all_reduce called at" in output
     assert "rank 1 on host node0: has made a different group of this name, with ranks 1" in output
@@ -155,6 +156,14 @@ try:
     step(three)
 finally:
     print("raised at", time.time(), flush=True)
+"""
+
+# The rank has stopped: it begins no transfer, although the other rank comes at once.
+AFTERWARDS = """
+    try:
+        print("went on", step(three), flush=True)
+    except tf.errors.UnknownError as error:
+        print("refused", error, flush=True)
 """
 
 

@@ -102,7 +102,10 @@ def test_leaving_early_is_an_error_of_those_who_go_on(tmp_path: Path, leaving: i
     assert left.code == 0, left.output
     assert left.at - other.at < 5  # rank 0 waits for the others, no longer
     assert f"rank {leaving} on host" in other.output
-    assert "has left the job: its script ended after 1 collective operation in" in other.output
+    assert (
+        "has left the job: its script ended after 1 transfer of collective operations in"
+        in other.output
+    )
     assert (
         f"the script called sys.exit on rank {leaving}; a call is made on some ranks only"
         in other.output

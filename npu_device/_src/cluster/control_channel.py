@@ -54,9 +54,9 @@ class ControlChannel:
             target=self._read, args=(on_push, on_lost), name="npu_device-channel", daemon=True
         ).start()
 
-    def set(self, key: str, text: str) -> None:
+    def set(self, key: str, value: str) -> None:
         """Write a new key, which every rank can read at once; KeyError if it exists: another rank may have read it."""
-        self._request("set", SHORT_SECONDS, key=key, value=text)
+        self._request("set", SHORT_SECONDS, key=key, value=value)
 
     def get(self, key: str, timeout: float) -> str:
         """Read a key, waiting until a rank has written it; TimeoutError if none did."""

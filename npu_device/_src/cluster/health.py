@@ -39,7 +39,17 @@ GroupId = tuple[str, tuple[int, ...]]
 
 
 class Health:
-    """How this rank sees the others, and its reports to them."""
+    """How this rank sees the others, and its reports to them.
+
+    The first failure ends all collectives of this rank:
+
+    - A rank raises, is killed, or the hub is gone: the hub's push or the lost channel (``_on_push``, ``_on_lost``).
+    - A rank has left before it joined a collective: ``check``, or ``look_for_missing`` in the stall watch.
+    - This rank has waited too long, or a function met a mismatch: ``stop``.
+
+    Eager calls look at ``check``, transfers in functions at ``require_running``; so do waiting ones, every
+    ``CHECK_SECONDS``.
+    """
 
     def __init__(self, cluster: Cluster, channel: ControlChannel) -> None:
         self._cluster = cluster
@@ -47,7 +57,7 @@ class Health:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._failure: str | None = None
-        # The ranks whose script has ended, each with the number of calls that it issued in each group.
+        # The ranks whose script has ended, each with the number of transfers that it began in each group.
         self._departed: dict[int, dict[str, int]] = {}
         self._stoppers: list[Callable[[str], None]] = []
         self.ask = channel.ask
@@ -58,8 +68,8 @@ class Health:
         self.is_closed = False  # True once this rank leaves
         self._others_have_ended = threading.Event()
         self._gave_up: str | None = None  # the reason, if this rank has stopped on its own
-        # Returns how many collectives this rank has begun in each group.
-        self.count_calls: Callable[[], dict[GroupId, int]] = dict
+        # Returns how many transfers of collectives this rank has begun in each group.
+        self.count_transfers: Callable[[], dict[GroupId, int]] = dict
         # Each recognizes errors that only follow from the failure of another rank.
         self.symptoms: list[Callable[[BaseException], bool]] = []
         self._previous_hook = sys.excepthook
@@ -74,17 +84,17 @@ class Health:
     def check(self, group: str, ranks: tuple[int, ...]) -> None:
         """Raise PeerError if a rank has failed, or one of the group has left, which won't join another collective."""
         if self._failure is None and self._departed:
-            number = self.count_calls().get((group, ranks), 0) + 1
+            number = self.count_transfers().get((group, ranks), 0) + 1
             text = self._missed((group, ranks), number)
             if text is not None:
                 raise PeerError(text)
         self.require_running()
 
     def look_for_missing(self) -> None:
-        """Stop this rank if it has begun a collective that a rank which has left should have joined."""
+        """Stop this rank if it has begun a transfer that a rank which has left should have joined."""
         if not self._departed:
             return
-        for group, count in self.count_calls().items():
+        for group, count in self.count_transfers().items():
             text = self._missed(group, count)
             if text is not None:
                 self._abort(text)
@@ -161,7 +171,7 @@ class Health:
             self._channel.reply(question, reply)
 
     def _missed(self, group: GroupId, count: int) -> str | None:
-        """Return the error text if a member left before the last of the ``count`` collectives of this rank."""
+        """Return the error text if a member left before the last of the ``count`` transfers of this rank."""
         for rank in group[1]:
             if rank in self._departed:
                 issued = self._departed[rank].get(_key(group), 0)
@@ -193,8 +203,8 @@ class Health:
     def _left_text(self, rank: int, issued: int, group: str) -> str:
         return (
             f"{self._cluster.name_of(rank)} has left the job: its script ended after "
-            f"{counted(issued, 'collective operation')} in group {group!r}, while {self._cluster.name} called number "
-            f"{issued + 1}.\n"
+            f"{counted(issued, 'transfer')} of collective operations in group {group!r}, while "
+            f"{self._cluster.name} began number {issued + 1}.\n"
             f"Likely cause: the script called sys.exit on rank {rank}; a call is made on some ranks only (for example "
             "inside `if rank == 0`); or the ranks run different numbers of steps (uneven data, another step count, an "
             "early stop on one rank).\n"
@@ -304,7 +314,9 @@ class Health:
         if sys.excepthook == self._on_uncaught:
             sys.excepthook = self._previous_hook
         if self._failure is None:
-            issued = {_key(group): count for group, count in self.count_calls().items() if count}
+            issued = {
+                _key(group): count for group, count in self.count_transfers().items() if count
+            }
             self._channel.notify("left", issued=issued)
             if serves_others:
                 self._wait_for_others()

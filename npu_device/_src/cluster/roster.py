@@ -276,7 +276,7 @@ class Roster:
 
     def sorted_arrivals(self) -> list[Arrival]:
         """Return the arrivals by rank; by address and device where no rank table has numbered them."""
-        return sorted((rivals[0] for rivals in self._arrivals.values()), key=_order)
+        return sorted((rivals[0] for rivals in self._arrivals.values()), key=_sort_key)
 
     def absent_ranks(self) -> str:
         """Return the names of the ranks that haven't come, or only how many if the chief numbers them."""
@@ -418,7 +418,8 @@ _REMEDIES = {
 }
 
 
-def _order(arrival: Arrival) -> tuple[int, int, str, int]:
+def _sort_key(arrival: Arrival) -> tuple[int, int, str, int]:
+    """Return by what arrivals are sorted to be numbered: the rank, or else address and device."""
     if arrival.hello.rank is not None:
         return arrival.hello.rank, 0, "", 0
     try:

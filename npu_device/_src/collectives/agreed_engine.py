@@ -46,6 +46,7 @@ class AgreedEngine:
         self.group = group
         self.terms: Terms | None = terms
         self._later_terms = terms.of_later_transfers()
+        # False on one host; a tensor if only the running graph knows the size of the data.
         self._in_message = in_message
 
     def all_reduce(
@@ -274,7 +275,7 @@ def route_of(
     dtypes = [tensor.dtype for tensor in tensors if tensor is not None]
     uses_nccl = any(map(job.hosts.uses_nccl, dtypes))
     is_one_host = job.hosts.number_of(group.ranks) == 1
-    # A send and its receive compare on their own connection.
+    # The first data compare; a send and its receive do so on their own connection.
     if group.tag is not None or (is_one_host and not uses_nccl):
         return Route()
     is_dense = all(isinstance(tensor, (tf.Tensor, tf.TensorSpec)) for tensor in tensors)

@@ -179,11 +179,12 @@ class Terms(NamedTuple):
     """What the ranks compare of a call before they read each other's data."""
 
     fingerprint: tuple[int, int]  # see ``Call.fingerprint``
-    # 32 bits, the same if the tensors' shapes are; a tensor if only the graph knows it.
+    # 32 bits, the same if the tensors' shapes are, and in a function the calling threads; a tensor if only the graph
+    # knows it.
     shapes: int | tf.Tensor
     row: Optional[Callable[[], Row]]  # the call as the stall watch shows it; None for ``AGREED``
     overlaps: bool  # another thread of this rank is in a call of the group: every rank refuses
-    # The error for calls that differ, given the position of the call in the group.
+    # Returns the error for calls that differ, given the position of the transfer in the group.
     refuse: Callable[[int], Exception]
     agreed: bool = False  # the ranks have compared the call, and this is a later transfer of it
 
@@ -221,7 +222,8 @@ def mismatch(
     answers = [row for row in rows if row is not None]
     threads = _threads_differ(answers)
     lines = [
-        f"the ranks of group {group.name!r} called different collective operations (number {position} of the group). "
+        f"the ranks of group {group.name!r} called different collective operations (after "
+        f"{counted(position, 'transfer')} of the group). "
         f"They differ in: {', '.join(_differences(answers)) or 'shapes that only the running graph knows'}."
     ]
     positions = _positions_to_show(answers)
@@ -259,8 +261,8 @@ def _differences(rows: Sequence[Row]) -> list[str]:
     texts = [row["tensors"] for row in rows]
     if len(set(map(len, texts))) > 1:
         differences.append("number of tensors")
-    # Tensors are compared by position, which needs the same number of them on all ranks.
     elif any(len(set(same_position)) > 1 for same_position in zip(*texts)):
+        # Tensors are compared by position, which needs the same number of them on all ranks.
         tensors = ", ".join(f"tensor {position}" for position in _positions_to_show(rows))
         differences.append(f"dtype, shape or kind of {tensors}")
     return differences

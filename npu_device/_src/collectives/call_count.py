@@ -1,4 +1,7 @@
-"""How many calls of each group this rank has begun and ended, for the stall watch and the table of missing ranks."""
+"""How many transfers of each group this rank has begun and ended, for the stall watch and the table of missing ranks.
+
+A collective takes a transfer for each of its segments. Transfers are counted, since a rank may end between two of them.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,14 @@ from npu_device._src.collectives.call import Row, Terms
 from npu_device._src.collectives.group import Group
 
 Position = dict[str, Any]
-"""How many calls of a group a rank has begun, whether it waits in one, and the row of that call."""
+"""How many transfers of a group a rank has begun, whether it waits in one, and the row of its call."""
 
 _LARGEST = 0x7FFFFFFF
 _TRANSFER = {"collective": "a transfer of data", "line": "TensorFlow's backend"}
 
 
 class CallCount:
-    """How many collectives of a group this rank has begun and ended, of the calls that Python moves."""
+    """How many transfers of a group this rank has begun and ended, of those that Python moves."""
 
     def __init__(self) -> None:
         self.started = 0
@@ -82,7 +85,7 @@ class CallCounts:
         self._making = threading.Lock()
 
     def of(self, group: Group) -> CallCount:
-        """Return the count of the calls of a group."""
+        """Return the count of the transfers of a group that Python moves."""
         with self._making:
             if group not in self._counts:
                 self._counts[group] = CallCount()
@@ -90,7 +93,7 @@ class CallCounts:
 
     def transfers_of(self, group: Group, device: str) -> TransferCount:
         """Return the count of a group's transfers through TensorFlow, kept on the CPU of this rank."""
-        # A name of its own keeps these counts apart from the calls that Python moves.
+        # A name of its own keeps these counts apart from the transfers that Python moves.
         transfers = replace(
             group, name=f"{group.name}/transfers", parent=group.parent or group.name
         )

@@ -127,7 +127,7 @@ class CallingThreads:
     def in_call(self, group: Group, exchange: Exchange) -> Iterator[bool]:
         """Note that this thread is in an eager call, and yield whether the ranks can mix it up with another one."""
         key, thread = (group, group.tag), threading.current_thread()
-        is_unclear = group.tag is None and self._is_unclear(thread, group, None, exchange)
+        is_unclear = group.tag is None and self._note_and_compare(thread, group, None, exchange)
         if is_unclear or self._calling.setdefault(key, thread) is not thread:
             yield True
             return
@@ -151,7 +151,7 @@ class CallingThreads:
         if self._calling.get((group, None), thread) is not thread:
             self._note(thread, group, place)
             return _constant(-1 - group.rank)
-        if self._is_unclear(thread, group, place, exchange):
+        if self._note_and_compare(thread, group, place, exchange):
             return _constant(-1 - group.rank)
         if thread is threading.main_thread():
             return _constant(_MAIN)
@@ -171,7 +171,7 @@ class CallingThreads:
                 living_callers.append((thread, caller))
         return living_callers
 
-    def _is_unclear(
+    def _note_and_compare(
         self, thread: threading.Thread, group: Group, place: Place | None, exchange: Exchange
     ) -> bool:
         """Note a call, and return whether the ranks could take it for one of another thread, or it overlaps one."""

@@ -69,7 +69,7 @@ class Collective:
         if group.size == 1:
             return self.body(AgreedEngine(job, group), *inputs)
         if tf.executing_eagerly():
-            # In a graph, the operations check when they run.
+            # In a graph, each transfer checks when it starts.
             job.health.check(group.name, group.ranks)
         else:
             require_order(f"rank {job.cluster.rank}: {call.collective} was called at {call.line}")
@@ -84,6 +84,7 @@ class Collective:
         with in_call as overlaps:
             terms = self._terms(job, call, overlaps)
             if not tf.executing_eagerly() and group.tag is None:
+                # Added to the number of the shapes: 0 for the main thread, on each rank another one to refuse.
                 number = job.threads.number_at_each_call(group, exchange)
                 terms = terms._replace(shapes=tf.convert_to_tensor(terms.shapes, tf.int32) + number)
             route = route_of(job, group, self.values, self.ragged, self.has_owners)

@@ -143,16 +143,17 @@ class Order:
         """Add an operation to the graph that calls a Python function with the inputs as numpy arrays; TensorFlow never
         prunes it. The function returns an int64, and one array for each dtype.
         """
-        # To TensorFlow the operation has no state, or it would be ordered with all other stateful operations. It takes
-        # the number in the order's variable, and its first result is written there: TensorFlow keeps reads and writes
-        # of a variable in order. A result that only serves for this would cost 10 µs.
+        # To TensorFlow the operation has no state, or it would be ordered with all other stateful operations. It
+        # reads the order's variable, and its first result is written there: TensorFlow keeps reads and writes of a
+        # variable in order. The value means nothing: it is the ticket, or the time, that the function returns anyway,
+        # since a result that only serves for this would cost 10 µs.
 
         def in_order(_: Any, *arrays: Any) -> Sequence:
             return function(*arrays)
 
         variable = compat.through_outer_graphs(self._variable.handle)
-        number = tf.raw_ops.ReadVariableOp(resource=variable, dtype=tf.int64)
-        results = python_call(in_order, [number, *inputs], [tf.int64, *dtypes])
+        token = tf.raw_ops.ReadVariableOp(resource=variable, dtype=tf.int64)
+        results = python_call(in_order, [token, *inputs], [tf.int64, *dtypes])
         tf.raw_ops.AssignVariableOp(resource=variable, value=results[0])
         return list(results)
 

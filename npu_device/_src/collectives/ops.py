@@ -39,6 +39,8 @@ REDUCTIONS = ("sum", "mean", "min", "max", "prod")
 def all_reduce(job: Job, tensor: tf.Tensor, reduction: str, group: Group) -> tf.Tensor:
     """Reduce one dense tensor (``dtypes.REDUCED``) over a group; its shape is the same on every rank.
 
+    For ``hccl_ops`` and training code; ``npu.distribute.all_reduce`` and gradients go through ``reduce_list``.
+
     The mean of integers is floating-point (float32 for 8 and 16 bits, float64 otherwise), as with ``tf.divide``. 16-bit
     floats are combined in float32 and rounded once. Sum and mean of floating-point tensors are differentiable: the
     gradient is the sum, or the mean, of all ranks' incoming gradient.

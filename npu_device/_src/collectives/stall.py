@@ -46,7 +46,7 @@ class StallWatch:
         self.warn_after = environment.NPU_DEVICE_STALL_WARNING.get()
         self.give_up_after = environment.NPU_DEVICE_STALL_TIMEOUT.get()
         context.health.on_question("where", self._answer)
-        context.health.count_calls = self._started
+        context.health.count_transfers = self._started
         threading.Thread(target=self._run, name="npu_device-stall", daemon=True).start()
 
     def _started(self) -> dict[GroupId, int]:
@@ -142,7 +142,7 @@ def _table(
     group: Group, hosts: Sequence[str], answers: Mapping[int, Position], wanted: int
 ) -> list[str]:
     """Return one line per rank; for a large group, list only some of the ranks that have come."""
-    # A rank that has begun more calls than wanted has gone on to a later one.
+    # A rank that has begun more transfers than wanted has gone on to a later one.
     arrived = [rank for rank in group.ranks if rank in answers and answers[rank]["begun"] >= wanted]
     # All of those that haven't come are shown, for they are what the reader looks for.
     omitted = arrived[max(0, _MOST_LINES - (group.size - len(arrived))) :]
@@ -162,11 +162,13 @@ def _position_text(position: Position | None, wanted: int) -> str:
         members = ", ".join(map(str, position["members"]))
         return f"has made a different group of this name, with ranks {members}"
     call = position["call"]
-    last_call = "no call so far"
+    last_call = "none"
     if call is not None:
         last_call = f"{call['collective']} called at {call['line']}"
     if "held" in position:
         return f"waits in session.run for another collective ({last_call})"
     if position["begun"] >= wanted:
         return f"is waiting ({last_call})"
-    return f"hasn't arrived: {position['begun']} of {wanted} calls made, the last one: {last_call}"
+    return (
+        f"hasn't arrived: {position['begun']} of {wanted} transfers begun; last call: {last_call}"
+    )

@@ -43,8 +43,8 @@ def start(job: Job) -> None:
     context = compat.eager_context()
     job.server_addresses = tuple(addresses)
     job.task = f"/job:{_JOB}/replica:0/task:{cluster.rank}"
-    # Rank 0 leads TensorFlow's collectives, and each rank's server still sends the last one's data to the others when
-    # this rank already has its result.
+    # A rank may have its result while its server still sends data of the last collective to others, and rank 0 leads
+    # all of them: so no rank ends before the others.
     job.serves_others = True
     # Nobody may connect to a server that isn't there yet.
     job.store.gather("server/up", None, timeout)

@@ -159,9 +159,9 @@ class _CutList(NamedTuple):
     """A list as it is reduced; all numbers are positions of tensors."""
 
     segments: Segments  # segments of dense tensors
-    sparse: Sequence[int] = ()
+    sparse: Sequence[int]
     # The positions of each call in the list, and its segments among the tensors there.
-    calls: Sequence[tuple[Sequence[int], Segments]] = (([0], [[0]]),)
+    calls: Sequence[tuple[Sequence[int], Segments]]
 
 
 def _cut(
@@ -170,7 +170,7 @@ def _cut(
     """Cut a list by the split strategy, and divide it among calls."""
     # A single dense tensor, the usual ``all_reduce``, needs no order.
     if len(tensors) == 1 and isinstance(tensors[0], tf.Tensor):
-        return _CutList([[0]])
+        return _CutList([[0]], sparse=[], calls=[([0], [[0]])])
     orders = job.made(FirstOrders)
     segments = cut(orders, tensors, options.reduction, options.fusion, group.name)
     sparse = []

@@ -43,7 +43,7 @@ _log = logging.getLogger("npu_device")
 
 
 class Tracer:
-    """Takes the points of the iterations of this rank."""
+    """Collects the times of this rank's iterations, and writes them to its trace file."""
 
     def __init__(self, job: Job, settings: Settings) -> None:
         cluster = job.cluster

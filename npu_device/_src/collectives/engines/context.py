@@ -18,13 +18,13 @@ _MOST_MESSAGE_BYTES = 1024
 
 
 class EngineContext:
-    """What engines need of the job, which is one.
+    """What engines need of the job. ``Job`` derives from it.
 
     Attributes:
         store: the control channel: key-value store, gathers and barrier.
         health: raises when waiting is pointless.
         peers: direct connections to the other ranks; they have to be opened.
-        counts: how many calls of each group this rank has begun and ended.
+        counts: how many transfers of each group this rank has begun and ended.
         hosts: which ranks share memory, and all ranks' devices; set once, when the ranks have met.
         task: TensorFlow's name of this process; changes when TensorFlow's server starts.
         server_addresses: each rank's ``host:port`` of TensorFlow's server; empty if this job has none.

@@ -334,7 +334,7 @@ class Engines:
         """Return the engine that reduces and spreads tensors of a dtype in a group, the same on every rank."""
         hosts = self._context.hosts
         engine = self.engine_for_rows(group, dtype)
-        # NCCL has levels of its own.
+        # NCCL has levels of its own. On one host, or with each rank alone on its host, one level is all there is.
         if hosts.uses_nccl(dtype) or not 1 < hosts.number_of(group.ranks) < group.size:
             return engine
         return TwoLevelEngine(hosts, self.shared_memory, engine)

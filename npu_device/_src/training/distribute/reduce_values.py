@@ -59,8 +59,9 @@ def all_reduce(
         ValueError: unknown reduction, group or compression; a combination of fusion and fusion_id that doesn't exist;
             a split strategy that doesn't fit the number of gradients.
         TypeError: a dtype or a kind of value that can't be reduced.
-        RuntimeError: another rank has failed or left; the environment names several ranks but the job can't be joined
-            any more.
+        RuntimeError: another rank has failed or left, or called something else (in tf.function, TensorFlow makes this a
+            ``tf.errors.UnknownError`` with the same text); the environment names several ranks but the job can't be
+            joined any more.
 
     In the step of a replicated model (``replicate``) a rank counts by its samples: the mean is that of all samples. The
     optimizer doesn't reduce once more what a traced step makes of a sum or mean; in an eager step it passes through
@@ -80,6 +81,7 @@ def all_reduce(
     if world is None:
         return values
     tensors = list(map(_to_tensor, tf.nest.flatten(values)))
+    # A single tensor is a loss or a count; gradients come as a list.
     may_be_gradients = tf.nest.is_nested(values) and reduction in ("mean", "sum")
     step = current_step()
     # The shares of a batch are those of all ranks: within another group, they don't matter.
@@ -139,7 +141,9 @@ def floating(values: tf.Tensor) -> tf.Tensor:
 def watch_reduction(
     world: World, values: list, own_tensors: list, reduced: list, options: ReductionOptions
 ) -> Callable[[], Pair | None] | None:
-    """Note a reduction by hand; return what finds one of the gradients before and after it, if ranks can compare it."""
+    """Note a reduction by hand; return what finds one of the gradients before and after it, if ranks can compare it. It
+    sends no tensors, but may post checksums to the hub.
+    """
     pair = None
     if world.group.name == WORLD_GROUP:
         pair = functools.partial(pair_of, own_tensors, reduced, options.reduction, world.size)
@@ -182,8 +186,9 @@ def all_gather(tensor: Any) -> Any:
     Raises:
         ValueError: a scalar.
         TypeError: a dtype that can't be sent, such as strings.
-        RuntimeError: another rank has failed or left; the environment names several ranks but the job can't be joined
-            any more.
+        RuntimeError: another rank has failed or left, or called something else (in tf.function, TensorFlow makes this a
+            ``tf.errors.UnknownError`` with the same text); the environment names several ranks but the job can't be
+            joined any more.
 
     It is differentiable, and scaled so that a loss over the gathered samples, which every rank computes, has the
     gradient that one process has for the whole batch: in the step of a replicated model, where a rank counts by its

@@ -9,7 +9,9 @@ from npu_device._src.world.world import World
 
 
 def current_world(group: str = WORLD_GROUP) -> World | None:
-    """Return the job that this process is a rank of, or one of its groups; None on a single device."""
+    """Return the job that this process is a rank of, or one of its groups; None on a single device. A job that the
+    script hasn't opened is joined now, which may take as long as the other ranks need; a child process raises.
+    """
     job = device.running_job()
     return _of_group(job, group)
 

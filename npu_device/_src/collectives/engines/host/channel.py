@@ -150,7 +150,7 @@ class Round(NamedTuple):
             Several lie in a slot one after the other. Except with ``targets``, they are the same on all members.
         publishers: the members that publish.
         source: what this member publishes; None if it doesn't.
-        readers: the members that read; None for all.
+        readers: the members that read; None for all. In memory it saves nothing, and isn't looked at.
         targets: by member, where to put its values. If empty, ``read`` gets them.
         read: called with the values of all publishers, by member: in a row for each, what this member reads of them.
         kept: this member, if no member publishes its own span, which only that member reads; None if all are published.
@@ -247,6 +247,8 @@ class Channel(Protocol):
         """
 
     def note_joined(self) -> None:
-        """Note that the first transfer has ended, and so all members have come; or that the group is destroyed."""
+        """Withdraw what members needed to find each other: the first transfer has ended, and so all have come; or the
+        group is destroyed.
+        """
 
     def close(self) -> None: ...

@@ -399,12 +399,15 @@ class GraphOrders:
     def _start_and_finish(
         self, queue: GroupQueue, transfer: ArrayTransfer, inputs: Tensors, terms: Terms
     ) -> TensorList:
-        """Add one operation that starts and waits, in the order of the starts: it delays nothing needed earlier."""
+        """Add one operation that starts and waits, in the order of the starts: only later transfers of the program wait
+        for it.
+        """
         shapes = tf.convert_to_tensor(terms.shapes)
         # What a graph calls must not refer to a tensor of it.
         terms = terms._replace(shapes=0)
 
         def run(shapes: Any, *arrays: np.ndarray) -> list:
+            self._context.health.require_running()
             terms_here = terms._replace(shapes=int(shapes))
             started = queue.start(transfer, terms_here, list(arrays), computes_meanwhile=False)
             return _of_graph(queue.finish(started))
@@ -420,6 +423,8 @@ class GraphOrders:
         terms = terms._replace(shapes=0)
 
         def start(shapes: Any, *arrays: np.ndarray) -> list[np.int64]:
+            # A rank that has stopped begins no transfer, even if the other members would come at once.
+            self._context.health.require_running()
             ticket = next(self._tickets)
             terms_here = terms._replace(shapes=int(shapes))
             started = queue.start(transfer, terms_here, list(arrays), computes_meanwhile=True)

@@ -190,8 +190,9 @@ class MemoryRing:
         rounds_read = 0
         upcoming = next(rounds, None)
         while upcoming is not None or published:
-            # Publish ahead, as far as slots are free and sources are there. At the end there is a round to be read.
+            # Publish ahead, as far as slots are free and sources are there. This leaves at least one published round.
             ahead = self.ahead
+            # The heads travel with one round.
             if head is not None:
                 ahead = 0
             while (
@@ -200,11 +201,11 @@ class MemoryRing:
                 step = self._step + len(published)
                 # The members that haven't read what the slot held.
                 unreached = _unreached(self._read_counters, step - self.slots + 1)
-                # The oldest round can be read meanwhile, which the other members may be waiting
-                # for.
-                if published and next(unreached, None) is not None:
+                if not published:
+                    yield from unreached
+                elif next(unreached, None) is not None:
+                    # The oldest round can be read meanwhile, which the other members may be waiting for.
                     break
-                yield from unreached
                 if upcoming.source is not None:
                     upcoming.fill(self._rings.view(upcoming.dtype)[self.rank, step % self.slots])
                 self._publish(step, head)

@@ -314,7 +314,7 @@ def _spread_at_once(
 def _spread_by_relays(
     channel: Channel, stream: Stream, result: np.ndarray | None, root: int
 ) -> Rounds:
-    """The root sends each other member a piece of a chunk, which that one then sends to the rest."""
+    """Send each other member a piece of a chunk, which it then sends to the rest."""
     source = None
     if channel.rank == root:
         source = stream

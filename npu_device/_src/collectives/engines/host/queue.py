@@ -5,6 +5,10 @@ Transfers run in the order in which they were started, which is the same on all 
 others. Where TensorFlow computes between start and finish, a short transfer publishes its data at once, and the thread
 that asks for its result does the rest; a long one goes to a background thread. In eager mode the finish follows at
 once, and the thread of the script does all of it.
+
+How a call becomes data, from outside to inside: an engine makes an ``ArrayTransfer``; its ``prepare(arrays, buffers)``
+gives the results' memory and ``make_rounds``; ``make_rounds(channel)`` gives the ``Rounds`` (``programs``);
+``channel.run(rounds, head)`` makes a ``Program`` of them, which ``channel.advance`` runs.
 """
 
 from __future__ import annotations
@@ -57,7 +61,7 @@ class StartedTransfer:
     make_rounds: Callable[[Channel], Rounds]
     results: ArrayList
     terms: Terms
-    position: int  # position of the call in the group
+    position: int  # position of the transfer in the group
     program: Optional[Program] = None
     error: Optional[BaseException] = None
     ended_at: int = 0
@@ -184,8 +188,8 @@ class HostQueue:
         try:
             if not channel.advance(started.program, wait):
                 return False
-        # All members see the mismatch in the same step, so the channel stays usable.
         except Mismatch:
+            # All members see the mismatch in the same step, so the channel stays usable.
             started.error = started.terms.refuse(started.position)
         if not self._all_have_joined:
             self._all_have_joined = True

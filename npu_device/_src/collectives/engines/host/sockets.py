@@ -229,7 +229,7 @@ class SocketMesh(MessageChannel):
         seconds = CHECK_SECONDS
         if wait is Wait.NOT:
             seconds = 0
-        while not self._is_connected(seconds):
+        while not self._wait_until_connected(seconds):
             if wait is Wait.NOT:
                 return False
         for message in program:
@@ -245,7 +245,8 @@ class SocketMesh(MessageChannel):
                 spins = False
         return True
 
-    def _is_connected(self, seconds: float) -> bool:
+    def _wait_until_connected(self, seconds: float) -> bool:
+        """Return False if the connections aren't there in time; raise what has made them fail."""
         if not self._connected.is_set():
             self._health.require_running()
             if not self._connected.wait(seconds):

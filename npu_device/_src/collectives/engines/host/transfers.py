@@ -52,7 +52,7 @@ class PairTransfer:
     data: np.ndarray
     results: ArrayList
     terms: Terms
-    position: int  # position of the call in the group
+    position: int  # position of the transfer in the group
     is_moved_at_finish: bool = False
     ended: Future[int] = field(default_factory=Future)
 
