@@ -34,7 +34,7 @@ from ranks import all_through
 from versions import needs_keras_3
 
 from npu_device._src.tf1.distributed_optimizer import npu_distributed_optimizer_wrapper
-from npu_device._src.training.watching.wrapped_optimizers import carrier, reducer_of
+from npu_device._src.training.watching.wrapped_optimizers import reducer_of, reducing_optimizer
 
 full = pytest.mark.full
 KERASES = [
@@ -147,7 +147,9 @@ def body_no_effect() -> list[tuple[list[str], bool]]:
         with warnings_of_package() as heard:
             optimizer = hvd.DistributedOptimizer(tf.keras.optimizers.Adam(0.1))
             train(optimizer, variables, False, 2)
-        found.append((list(heard), reducer_of(carrier(optimizer)).divided_update is not None))
+        found.append(
+            (list(heard), reducer_of(reducing_optimizer(optimizer)).divided_update is not None)
+        )
         with tf.Graph().as_default(), warnings_of_package() as heard:
             weight = tf.compat.v1.get_variable("weight", [3], initializer=tf.ones_initializer())
             plain = tf.compat.v1.train.AdamOptimizer(0.1)

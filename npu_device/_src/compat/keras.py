@@ -334,7 +334,7 @@ def with_inner(optimizer: Any) -> list:
     return optimizers
 
 
-def reduces_first(optimizer: Any) -> bool:
+def computes_gradients_as_keras(optimizer: Any) -> bool:
     """Return True if Keras itself computes the gradients that an optimizer is given, before they are reduced."""
     names = (
         "minimize",

@@ -22,7 +22,7 @@ from npu_device._src.training.optimizers.optimizer_wrapper import (
     npu_distributed_keras_optimizer_wrapper,
 )
 from npu_device._src.training.sharding.divisible import tell_if_asked
-from npu_device._src.training.watching.wrapped_optimizers import carrier, reducer_of
+from npu_device._src.training.watching.wrapped_optimizers import reducer_of, reducing_optimizer
 
 # The level of the message about variables that differ at the start: scripts of Horovod broadcast after the first step.
 _START_LEVEL = logging.INFO
@@ -93,7 +93,7 @@ def DistributedOptimizer(optimizer: Any, name: str | None = None, **arguments: A
         optimizer, options.reduction, compression=options.compression, shard_optimizer=False
     )
     # Only an optimizer on several ranks has a reducer.
-    if reducer := reducer_of(carrier(optimizer)):
+    if reducer := reducer_of(reducing_optimizer(optimizer)):
         # ``replicate`` refuses such an optimizer: each rank has batches of its own.
         reducer.own_batches = True
         tell_if_asked(world_unless_child(), "it is a DistributedOptimizer of Horovod")

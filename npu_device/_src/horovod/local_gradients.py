@@ -11,7 +11,7 @@ from npu_device._src import compat
 from npu_device._src.gradients.reduction import weighted
 from npu_device._src.training.distribute import ranks
 from npu_device._src.training.watching.own_parts import warn_of_file
-from npu_device._src.training.watching.wrapped_optimizers import carrier, reducer_of
+from npu_device._src.training.watching.wrapped_optimizers import reducer_of, reducing_optimizer
 
 _as_it_is = compat.do_not_convert
 
@@ -164,11 +164,11 @@ class LocalGradients:
         with tf.init_scope():
             compat.build_optimizer(optimizer, variables)
             self._make_sums(optimizer, variables)
-        reducer = reducer_of(carrier(optimizer))
+        reducer = reducer_of(reducing_optimizer(optimizer))
         # The reducer multiplies gradients by this factor for a sum over the ranks; ``last_pass`` divides by it.
         factor = 1
         if reducer is not None:
-            factor = reducer.factor
+            factor = reducer.factor_for_mean
         # A variable that isn't reached by the loss has no gradient, and nothing is added to its sum.
         sums: list = [None] * len(gradients)
         for position, (gradient, variable) in enumerate(zip(gradients, variables)):
@@ -214,6 +214,6 @@ class LocalGradients:
         # The name tells how many sums came before, since a model may be built in parts.
         compat.keep_in_checkpoints(optimizer, f"npu_sums_{len(self._sums)}", sums)
         self._sums.update(zip(map(id, without_sum), sums))
-        reducer = reducer_of(carrier(optimizer))
+        reducer = reducer_of(reducing_optimizer(optimizer))
         if reducer is not None:
             reducer.note_parts(sums, self._count, self.passes)

@@ -24,12 +24,18 @@ from npu_device._src.world.share import Share
 _running = threading.local()
 
 
+IsSum = dict[str, bool]
+"""True for a sum over the samples, False for a mean; what isn't known is left out.
+
+Keys are names of numbers ("metric 2 0", see ``CurrentStep.is_sum``) and of optimizers ("optimizer 0").
+"""
+
+
 @dataclass
 class Sums:
     """What of a step is a sum over its samples, not a mean, as the first-step check has found."""
 
-    # Whether a number is a sum, by its name; unknown ones are left out.
-    numbers: dict[str, bool] = field(default_factory=dict)
+    numbers: IsSum = field(default_factory=dict)
     # The reducers of optimizers all of whose gradients are sums.
     reducers: set = field(default_factory=set)
     are_all: bool = False  # the reducers are those of all optimizers of the step
@@ -45,7 +51,8 @@ class CurrentStep:
     # Gathers; its gradient is the sum of all ranks' incoming gradients.
     gather: Callable[[tf.Tensor], tf.Tensor]
     sums: Sums
-    is_dry_run: bool = False  # a step of the first-step check, in which no Python may run
+    # A step of the first-step check: only its graph runs, and its gradients are compared, not applied.
+    is_dry_run: bool = False
     # The reducers of optimizers that have multiplied a loss by this rank's factor, so that its gradients needn't be.
     with_weighted_loss: set = field(default_factory=set)
     reduced: list = field(default_factory=list)  # results that the step has asked for itself

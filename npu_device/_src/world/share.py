@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 ROWS = "npu_device_rows"
-"""Key of the tag in a batch that is divided already: how many samples count, and a mark; see ``divided``."""
+"""Key of the tag in a batch that is divided already: how many samples count, and a mark; see ``divided.with_tag``."""
 
 Number = Union[int, tf.Tensor]
 
@@ -72,7 +72,7 @@ def share_of_batch(batch: Any, rank: int, size: int, division: str = "alike") ->
     # The bounds are whole numbers, so that shares differ by one unit at most and leave none out.
     start = rank * total // size
     end = (rank + 1) * total // size
-    # A rank without units works on one that doesn't count.
+    # A rank without units works on one that doesn't count: the others wait for it in the collectives of the step.
     if isinstance(total, int):
         low = min(start, max(total - 1, 0))
         high = max(end, low + 1)
@@ -130,6 +130,16 @@ def tag_of(batch: Any) -> Any:
     return (batch[0] if isinstance(batch, (tuple, list)) else batch)[ROWS]
 
 
+def count_of(batch: Any) -> Any:
+    """Return how many samples count in a batch that is divided already, int64 of shape []."""
+    return tag_of(batch)[0]
+
+
+def mark_of(batch: Any) -> Any:
+    """Return the mark of a batch that is divided already, int64 of shape []; 0 without one."""
+    return tag_of(batch)[1]
+
+
 def is_divided(batch: Any) -> bool:
     if isinstance(batch, (tuple, list)) and batch:
         batch = batch[0]
@@ -158,7 +168,10 @@ def rows_of(batch: Any) -> Number:
 
 
 def require_units(batch: Any, size: int) -> None:
-    """Raise ValueError for a batch whose tensors' lengths have no common divisor: not all first axes are samples."""
+    """Raise ValueError for a batch whose tensors' lengths have no common divisor: not all first axes are samples.
+
+    Asked of a first batch only. A later one, such as a smaller last one, is a single unit, which the last rank counts.
+    """
     lengths = set(map(int, lengths_of(batch)))
     if size == 1 or len(lengths) < 2 or math.gcd(*lengths) > 1:
         return

@@ -25,7 +25,7 @@ from npu_device._src.training.watching.training_state import (
     set_random_states,
     unique,
 )
-from npu_device._src.training.watching.wrapped_optimizers import carrier
+from npu_device._src.training.watching.wrapped_optimizers import reducing_optimizer
 from npu_device._src.wording import counted
 from npu_device._src.world.sent_objects import from_json, to_json
 from npu_device._src.world.world import World
@@ -81,7 +81,7 @@ class SharedState:
         if not paths:
             return
         adding = [
-            carrier(optimizer)
+            reducing_optimizer(optimizer)
             for trackable_object in self._trackables.values()
             for optimizer in training_state.optimizers(trackable_object)
         ]

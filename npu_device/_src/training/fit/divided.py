@@ -140,7 +140,9 @@ def _count(world: World, dataset: tf.data.Dataset) -> int:
 
 
 def with_tag(tag: Any, batch: Any) -> Any:
-    """Return a batch with its tag, int64 of shape [2]: the samples that count, and a mark of their batch, or 0."""
+    """Return a batch with its tag, int64 of shape [2]: the samples that count, and a mark of their batch: equal on all
+    ranks that take their rows from the same batch; 0 for ``divided``, whose ranks read different ones.
+    """
     if not isinstance(batch, (tuple, list)):
         return {ROWS: tag, "x": batch}
     x, *targets = batch

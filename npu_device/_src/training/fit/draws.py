@@ -1,4 +1,4 @@
-"""The draws of random numbers in a traced step, and which of them all ranks share.
+"""The draws of random numbers in a traced step, and which of them are the same on all ranks.
 
 A draw has numbers for each sample (a dropout mask), or is one for the whole batch (whether to skip a layer), which
 stays the same on all ranks.
@@ -25,7 +25,7 @@ DECIDES = "decides what the step does"
 WHOLE_BATCH = "is one for the whole batch"
 KEPT = "is kept in a variable"
 EAGER = "is in an eager step, whose Python code may decide by it"
-"""Why all ranks share a draw."""
+"""Why a draw is the same on all ranks."""
 
 _NAME_SUFFIX = re.compile(r"_\d+$")  # suffix by which TensorFlow tells operations of one name apart
 _RANDOM_SCOPES = ("random_", "stateful_", "stateless_")
@@ -38,14 +38,14 @@ class Draw:
     Attributes:
         name: of what draws, for messages.
         stateful: an operation with a state of its own draws, not a generator.
-        shared: why all ranks share it; "" if each rank draws its own.
+        common: why it is the same on all ranks; "" if each rank draws its own.
         decides_alone: it decides what a function does that the step calls, on each rank differently.
         operation: what draws, or mixes the rank into a generator's state; None in eager mode.
     """
 
     name: str
     stateful: bool
-    shared: str
+    common: str
     decides_alone: bool = False
     operation: Any = None
 
@@ -59,9 +59,9 @@ def draws_of(
     draws = []
     for operation in graph.get_operations()[start:]:
         if is_draw(operation):
-            shared = reasons.of(operation)
+            common = reasons.of(operation)
             draws.append(
-                Draw(_name(operation), is_stateful(operation), shared, operation=operation)
+                Draw(_name(operation), is_stateful(operation), common, operation=operation)
             )
     deciding = flow.draws_deciding_inside()
     for operation in flow.draws_inside():
@@ -71,7 +71,7 @@ def draws_of(
 
 
 class _Reasons:
-    """Why ranks share the draws of a step."""
+    """Why draws of a step are the same on all ranks."""
 
     def __init__(
         self, flow: DataFlow, samples: Sequence[tf.Tensor], weight_shapes: set[tuple[int, ...]]
@@ -83,7 +83,7 @@ class _Reasons:
         self._assigned: set[str] | None = None  # draws that variables are set to; seldom asked for
 
     def of(self, draw: tf.Operation) -> str:
-        """Return why all ranks share a draw; "" if each rank draws its own."""
+        """Return why a draw is the same on all ranks; "" if each rank draws its own."""
         if draw.name in self._deciding:
             return DECIDES
         operations = drawing_operations(draw)

@@ -16,6 +16,7 @@ from npu_device._src.training.fit.graph_lines import where
 from npu_device._src.training.fit.losses import ADDED_LOSS, LOSS
 from npu_device._src.training.fit.mixing import is_of_gradients, setters_of
 from npu_device._src.training.watching.digests import variable_name
+from npu_device._src.world.current_step import IsSum
 
 _CLEARLY = 1e-3  # part of a number: what is nearer is equal, where no tolerance has been measured
 
@@ -141,7 +142,7 @@ def are_sums_with_more(runs: Runs, other_cut: Runs) -> bool:
 
 
 def sums_of_optimizers(gradients: Sequence[ComparedGradient]) -> dict[Any, bool]:
-    """Return for each reduction if all its gradients are sums over the samples, or means; without those of 0."""
+    """Return for each reducer if all its gradients are sums over the samples, or means; without those of 0."""
     kinds = {}
     for reducer in dict.fromkeys(gradient.reducer for gradient in gradients):
         gradients_of_optimizer = [gradient for gradient in gradients if gradient.reducer is reducer]
@@ -153,7 +154,7 @@ def sums_of_optimizers(gradients: Sequence[ComparedGradient]) -> dict[Any, bool]
     return kinds
 
 
-def sums_among_numbers(runs: Runs) -> dict[str, bool]:
+def sums_among_numbers(runs: Runs) -> IsSum:
     """Return which numbers of a step are sums over the samples, and which means, if need be by what is closer."""
     are_sums = {}
     for name in runs.whole.numbers:

@@ -32,6 +32,7 @@ from npu_device._src.training.fit.sums import (
     sums_in_words,
 )
 from npu_device._src.training.watching import training_state
+from npu_device._src.world.current_step import IsSum
 from npu_device._src.world.share import lengths_of, run_of, units_of, without_optional
 
 _log = logging.getLogger("npu_device")
@@ -43,7 +44,7 @@ class _RankVerdict(NamedTuple):
     statement: str
     error: str = ""
     warning: str = ""
-    sums: dict[str, bool] = {}  # noqa: RUF012  # see ``Sums.numbers``; and for each optimizer, by its place
+    sums: IsSum = {}  # noqa: RUF012
     added: str = ""  # in words, what of the step is a sum over the samples
 
 
@@ -90,7 +91,7 @@ def check(context: StepContext, batch: Any) -> str:
 
 def look_for_sums(context: StepContext, batch: Any) -> str:
     """Find out on all ranks which numbers of a test step are sums over the samples; return what to remember."""
-    sums: dict[str, bool] = {}
+    sums: IsSum = {}
     is_off = environment.NPU_DEVICE_FIRST_STEP_CHECK.get() == "off"
     if not is_off and not needs_no_check(context, batch) and not context.model.run_eagerly:
         try:
@@ -157,6 +158,7 @@ def _verdict(context: StepContext, batch: Any) -> _RankVerdict:
         _log.debug("first-step check", exc_info=True)
         reason = f"{type(error).__name__}: {texts.last_line(error)}"
         verdict = _RankVerdict(f"not checked: the step can't run on a few samples ({reason})")
+    # Such a step may need a batch of one size, which it gets here.
     try:
         return _examine_shares(context, batch, verdict)
     except Exception:
@@ -351,7 +353,7 @@ def needs_no_check(context: StepContext, batch: Any) -> bool:
     losses = context.parts.losses
     if context.is_custom or not compat.belongs_to_keras(type(model)) or not losses:
         return False
-    if not all(map(compat.reduces_first, training_state.optimizers(model))):
+    if not all(map(compat.computes_gradients_as_keras, training_state.optimizers(model))):
         return False
     if not all(map(_is_well_known_loss, losses)):
         return False

@@ -15,7 +15,7 @@ from npu_device._src.training.fit.replica_state import ReplicaState
 from npu_device._src.training.fit.step import divide
 from npu_device._src.training.fit.step_context import StepContext
 from npu_device._src.training.watching import training_state
-from npu_device._src.world.share import Share, content, is_divided, require_units, rows_of, tag_of
+from npu_device._src.world.share import Share, content, is_divided, mark_of, require_units, rows_of
 
 _TRACED = (
     "Likely cause: the model runs eagerly, but is traced once before its first step, to make its variables, and traced "
@@ -34,7 +34,7 @@ class Function(StepContext):
 
     def __init__(self, state: ReplicaState, mode: str) -> None:
         super().__init__(state.world, state.model, mode, getattr(state.model, f"{mode}_step"))
-        self.share_draws = self._share_draws
+        self.after_draws = self._make_draws_common
         self.source: Any = None
         self.is_first_call = True
         self._state = state
@@ -104,9 +104,9 @@ class Function(StepContext):
         finally:
             replaced.restore()
 
-    def _share_draws(self, numbers: RandomNumbers, share: Share) -> None:
-        """Let the ranks share the draws that are one for the whole batch, and report once on all draws."""
-        draws = numbers.share_common_draws(share.data, training_state.weights(self.model))
+    def _make_draws_common(self, numbers: RandomNumbers, share: Share) -> None:
+        """Let all ranks have the same draws for the whole batch, and report once on all draws."""
+        draws = numbers.make_common(share.data, training_state.weights(self.model))
         if draws and not self._has_drawn:
             self._has_drawn = True
             if self.world.is_main:
@@ -162,18 +162,18 @@ class Function(StepContext):
         if not self.has_own_data:
             checksum = start.full_checksum(pulled)
             is_same = sources.same_everywhere(self.world, self.source, checksum, rows)
-            self.send_from_root(not is_same)
+            self.take_batches_from_root(not is_same)
         # Nothing tells which rows of its own a rank should have, but not those of all others.
         elif type(self.source) is Divided:
             sources.warn_if_all_the_same(self.world, start.full_checksum(pulled))
         # A pipeline marks the batches from which the ranks take their rows.
         else:
-            sources.require_same_mark(self.world, int(tag_of(pulled[0])[1]))
+            sources.require_same_mark(self.world, int(mark_of(pulled[0])))
 
-    def send_from_root(self, sent: bool) -> None:
+    def take_batches_from_root(self, is_on: bool) -> None:
         """Let the batches of rank 0 be sent to all ranks from now on, or not any more, with a new function of Keras:
         the traced one has this setting in it. The batch that was taken already is sent, too.
         """
-        if sent != self.from_root:
-            self.from_root = sent
+        if is_on != self.batches_from_root:
+            self.batches_from_root = is_on
             self._make_anew()

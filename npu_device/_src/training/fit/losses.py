@@ -102,7 +102,11 @@ class Losses:
         return loss
 
     def _of_the_whole(self, terms: tf.Tensor, denominator: Any) -> tf.Tensor:
-        """Return the terms of a sum that is divided by a denominator, so that the step's factor doesn't count twice."""
+        """Return the terms of a sum that is divided by a denominator.
+
+        Divided by the fraction of this rank, too, by which the loss or its gradients are multiplied later
+        (``weighting``).
+        """
         divisor = tf.cast(denominator, tf.float64) * self._step.fraction
         # A rank without samples has fraction 0 and contributes nothing.
         factor = tf.math.divide_no_nan(tf.constant(1.0, tf.float64), divisor)

@@ -162,7 +162,7 @@ class Metrics:
             update = _Update(number, sample_weight, number_is_sum, weight_is_sum)
             number, sample_weight = terms(update, fraction)
         elif is_tracker:
-            # ``Losses`` has divided each sample's loss by the fraction, which is undone here.
+            # ``Losses`` has divided the samples' values of an unreduced loss by the fraction, which is undone here.
             if sample_weight is not None and self._counts_losses:
                 sample_weight = tf.cast(sample_weight, fraction.dtype)
                 sample_weight = tf.math.divide_no_nan(sample_weight, fraction)

@@ -62,7 +62,7 @@ class RandomNumbers:
         if self._graph is not None:
             self._graph.seed = self._graph_seed
 
-    def share_common_draws(self, share: Any, model_weights: Sequence) -> list[Draw]:
+    def make_common(self, share: Any, model_weights: Sequence) -> list[Draw]:
         """Give all ranks the same numbers where a traced step draws once for the whole batch; return its draws."""
         if self._graph is None:
             return self._eager_draws()
@@ -71,17 +71,17 @@ class RandomNumbers:
         weight_shapes = {tuple(weight.shape) for weight in model_weights}
         draws = draws_of(self._graph, self._first_operation, samples, weight_shapes)
         for draw in draws:
-            if draw.shared:
-                self._share(draw)
+            if draw.common:
+                self._make_common(draw)
         return draws
 
     def _eager_draws(self) -> list[Draw]:
         """Return a draw for all that an eager step took from TensorFlow's own state, if it did."""
         if self._eager_state is None or self._eager_state == compat.random_state():
             return []
-        return [Draw("tf.random", stateful=True, shared=EAGER)]
+        return [Draw("tf.random", stateful=True, common=EAGER)]
 
-    def _share(self, draw: Draw) -> None:
+    def _make_common(self, draw: Draw) -> None:
         """Take the rank out of a draw again."""
         operation = draw.operation
         if draw.stateful:
@@ -107,12 +107,12 @@ class RandomNumbers:
 
 def lines(model: Any, draws: Sequence[Draw]) -> list[str]:
     """Return how the ranks draw the random numbers of a step, for rank 0 to say (``engine_text.say``)."""
-    of_ranks = [draw for draw in draws if not draw.shared]
+    of_ranks = [draw for draw in draws if not draw.common]
     texts = [f"npu_device: random numbers in the step of {type(model).__name__} {model.name!r}"]
     texts += _line("each rank its own    {}", of_ranks)
-    for reason in dict.fromkeys(draw.shared for draw in draws if draw.shared):
-        shared = [draw for draw in draws if draw.shared == reason]
-        texts += _line(f"same on all ranks    {{}}: {reason}", shared)
+    for reason in dict.fromkeys(draw.common for draw in draws if draw.common):
+        common = [draw for draw in draws if draw.common == reason]
+        texts += _line(f"same on all ranks    {{}}: {reason}", common)
     texts += _line(
         "each rank decides    {}: in a function that the step calls; drawn in the step, it is shared",
         [draw for draw in draws if draw.decides_alone],

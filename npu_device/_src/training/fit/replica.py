@@ -1,4 +1,5 @@
-"""``npu.distribute.replicate``, the one line for Keras. It replaces methods of a model and its parts, and of no class.
+"""``npu.distribute.replicate``, the one line for Keras. It replaces methods of a model and its parts, and of no class;
+``watching.optimizer_hook`` wraps those of optimizer classes, while a job is open.
 
 For good, on the model (``Replica._methods`` has the reasons): ``make_train_function``, ``make_test_function``,
 ``make_predict_function``, ``train_step``, ``test_step``, ``predict_step``, ``fit``, ``evaluate``, ``predict``,
@@ -78,9 +79,9 @@ class Replica:
             "make_test_function": self.test.make,
             "make_predict_function": self.predict.make,
             # A step works on this rank's share of the batch, and gives the results of all ranks.
-            "train_step": train_or_test_step(self.train, model.train_step),
-            "test_step": train_or_test_step(self.test, model.test_step),
-            "predict_step": predict_step(self.predict, model.predict_step),
+            "train_step": train_or_test_step(self.train),
+            "test_step": train_or_test_step(self.test),
+            "predict_step": predict_step(self.predict),
             # A call has the data and the callbacks of one process. Only rank 0 prints, and runs callbacks that write.
             "fit": self._fit(model.fit),
             "evaluate": self._evaluate_or_predict(self.test, model.evaluate),
@@ -112,8 +113,8 @@ class Replica:
             arguments.set("callbacks", callbacks)
             # The statement at the start gets the number of steps from them.
             self.state.callbacks = callbacks
-            # Shared before Keras draws the order in which it shuffles.
-            start.share_random_state(self.world)
+            # Taken before Keras draws the order in which it shuffles.
+            start.take_random_state_of_root(self.world)
             if are_shared:
                 shared_data.pass_as_batches(self.world, self.model, arguments)
             self.train.is_first_call = True
@@ -194,7 +195,7 @@ class Replica:
         checksums = {mode: function.checksum.take() for mode, function in functions.items()}
         own_data = [mode for mode, function in functions.items() if function.has_own_data]
         for mode in modes_that_differ(self.world, checksums, self.state.in_fit, own_data):
-            functions[mode].send_from_root(True)
+            functions[mode].take_batches_from_root(True)
 
 
 def replica_of(model: Any) -> Replica | None:
@@ -227,6 +228,7 @@ def replicate(model: Any, shard_optimizer: bool | None = None) -> Any:
     ranks = world_unless_child()
     if ranks is not None and replica_of(model) is None:
         require_no_strategy(model)
+        # It puts itself on the model.
         Replica(ranks, model, shard_optimizer)
     return model
 

@@ -205,7 +205,10 @@ def pull(batches: Any, count: int) -> list:
 
 
 def with_put_back(batches: Any, pulled: list) -> Any:
-    """Return an iterator of the same kind that begins with what was pulled, so that a function isn't traced again."""
+    """Return an iterator over what was pulled, for one call: the next call gets the iterator of Keras again.
+
+    It is of the same kind, so that the function isn't traced again.
+    """
     if not pulled:
         # Left to Keras, which handles the end of an iterator.
         return batches

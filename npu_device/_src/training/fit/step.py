@@ -25,7 +25,14 @@ from npu_device._src.training.fit.replaced import Replaced
 from npu_device._src.training.fit.step_context import StepContext
 from npu_device._src.training.fit.step_normalization import synchronize_layers
 from npu_device._src.world.current_step import CurrentStep, current_step, running
-from npu_device._src.world.share import Share, content, is_divided, share_of_batch, tag_of
+from npu_device._src.world.share import (
+    Share,
+    content,
+    count_of,
+    is_divided,
+    mark_of,
+    share_of_batch,
+)
 from npu_device._src.world.world import World
 
 _log = logging.getLogger("npu_device")
@@ -39,10 +46,9 @@ LOGS = "logs"
 """The name of the logs of a step among those who take numbers; see ``CurrentStep.is_sum``."""
 
 
-def train_or_test_step(
-    context: StepContext, own_step: Callable[[Any], Any]
-) -> Callable[[Any], Any]:
-    """Return a model's ``train_step`` or ``test_step``, given its own one: Keras's or the user's."""
+def train_or_test_step(context: StepContext) -> Callable[[Any], Any]:
+    """Return what stands in for a model's ``train_step`` or ``test_step``, and calls it: Keras's or the user's."""
+    own_step = context.own_step
 
     # tf-keras has AutoGraph rewrite this, for the sake of the user's step inside, so that it only calls other
     # functions.
@@ -53,7 +59,7 @@ def train_or_test_step(
             return own_step(data)
         batch = _take(context, data)
         share = divide(context.world, batch)
-        with _entered(context, share) as divided_step:
+        with _step_on(context, share) as divided_step:
             # The optimizers in the step reduce the gradients.
             logs = own_step(share.data)
         return divided_step.results_of_all(logs)
@@ -61,8 +67,9 @@ def train_or_test_step(
     return step
 
 
-def predict_step(context: StepContext, own_step: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a model's ``predict_step``, given its own one: Keras's or the user's."""
+def predict_step(context: StepContext) -> Callable[[Any], Any]:
+    """Return what stands in for a model's ``predict_step``, and calls it: Keras's or the user's."""
+    own_step = context.own_step
 
     @functools.wraps(own_step)
     def step(data: Any) -> Any:
@@ -84,9 +91,10 @@ def predict_step(context: StepContext, own_step: Callable[[Any], Any]) -> Callab
 def _take(context: StepContext, batch: Any) -> Any:
     """Return the batch to work on: rank 0's, if the ranks' differ; else it is counted in their checksum."""
     if is_divided(batch):
-        context.checksum.add(tag_of(batch)[1])
+        # 0 for ``divided``, whose ranks read different rows: there is nothing to compare.
+        context.checksum.add(mark_of(batch))
         return batch
-    if not context.from_root:
+    if not context.batches_from_root:
         context.checksum.add(batch)
         return batch
     leaves = tf.nest.flatten(batch)
@@ -133,13 +141,13 @@ def _broadcast_as_bytes(world: World, tensor: Any) -> Any:
 def divide(world: World, batch: Any) -> Share:
     """Return the share of this rank in a batch, which may be divided already."""
     if is_divided(batch):
-        rows = tf.cast(tag_of(batch)[0], tf.int32)
+        rows = tf.cast(count_of(batch), tf.int32)
         return Share(content(batch), rows, world.sum_over_ranks(rows))
     return share_of_batch(batch, world.rank, world.size, environment.NPU_DEVICE_DIVISION.get())
 
 
 @compat.do_not_convert
-def _entered(context: StepContext, share: Share) -> Step:
+def _step_on(context: StepContext, share: Share) -> Step:
     """Return the context of one step, made without AutoGraph."""
     return Step(context, share)
 
@@ -194,7 +202,7 @@ class Step:
         if self._random_numbers is not None:
             self._random_numbers.end()
             if error is None:
-                self._context.share_draws(self._random_numbers, self._current.share)
+                self._context.after_draws(self._random_numbers, self._current.share)
 
     @compat.do_not_convert
     def results_of_all(self, logs: Any) -> Any:
@@ -261,6 +269,7 @@ class Increments:
     ) -> None:
         self._sum_over_ranks = sum_over_ranks
         groups: dict[tuple[tf.DType, int], list] = {}
+        # By identity: ``CurrentStep`` always returns the same objects for them.
         factors = {id(factor): factor for _, factor in variables}
         for variable, factor in variables:
             groups.setdefault((tf.as_dtype(variable.dtype), id(factor)), []).append(variable)

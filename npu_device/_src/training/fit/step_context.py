@@ -27,9 +27,10 @@ class StepContext:
         own_step: the step of the model, that of Keras or of the script.
         sums: which of the numbers of the step are sums over the samples.
         checksum: of the batches since the ranks last compared them.
-        from_root: rank 0's batches are sent to all ranks.
-        has_own_data: each rank reads its own rows: ``divided``, a pipeline, a Sequence with ``rows``.
-        share_draws: called with the random numbers that a step has drawn, and its share.
+        batches_from_root: rank 0's batches are sent to all ranks.
+        has_own_data: each rank reads its own rows: ``divided``, a pipeline, a Sequence with ``rows``. The
+            batches have tags (``share.is_divided``).
+        after_draws: called with the random numbers that a step has drawn, and its share.
     """
 
     world: Any
@@ -38,9 +39,9 @@ class StepContext:
     own_step: Callable[[Any], Any]
     sums: Sums = field(default_factory=Sums)
     checksum: RunningChecksum = field(default_factory=RunningChecksum)
-    from_root: bool = False
+    batches_from_root: bool = False
     has_own_data: bool = False
-    share_draws: Callable[[RandomNumbers, Share], None] = _ignore
+    after_draws: Callable[[RandomNumbers, Share], None] = _ignore
     known_parts: Optional[ModelParts] = None
 
     @property

@@ -24,8 +24,8 @@ from npu_device._src.training.fit.graph_lines import where
 from npu_device._src.training.fit.losses import ADDED_LOSS, LOSS
 from npu_device._src.training.fit.step_context import StepContext
 from npu_device._src.training.watching import training_state
-from npu_device._src.training.watching.wrapped_optimizers import carrier, reducer_of
-from npu_device._src.world.current_step import Sums
+from npu_device._src.training.watching.wrapped_optimizers import reducer_of, reducing_optimizer
+from npu_device._src.world.current_step import IsSum, Sums
 from npu_device._src.world.share import run_of, units_at, units_of
 
 _log = logging.getLogger("npu_device")
@@ -51,12 +51,12 @@ class CheckedStep(NamedTuple):
 
     dry_step: DryStep
     runs: Runs
-    sums: dict[str, bool]  # for each number, and each optimizer, whether it is a sum
+    sums: IsSum
 
 
-def set_sums(context: StepContext, sums_of_ranks: Sequence[dict[str, bool]]) -> None:
+def set_sums(context: StepContext, sums_of_ranks: Sequence[IsSum]) -> None:
     """Take numbers for sums or means of which the ranks have found this; if they differ, as the first of them has."""
-    numbers: dict[str, bool] = {}
+    numbers: IsSum = {}
     # The first rank is the last to update, so that it decides where the ranks differ.
     for sums in reversed(sums_of_ranks):
         numbers.update(sums)
@@ -67,8 +67,8 @@ def set_sums(context: StepContext, sums_of_ranks: Sequence[dict[str, bool]]) -> 
 
 
 def _reducers(context: StepContext) -> list[tuple[str, Any]]:
-    """Return the reductions of the optimizers of a model, with names that are the same on all ranks."""
-    optimizers = map(carrier, training_state.optimizers(context.model))
+    """Return the reducers of the optimizers of a model, with names that are the same on all ranks."""
+    optimizers = map(reducing_optimizer, training_state.optimizers(context.model))
     named = []
     for number, reducer in enumerate(map(reducer_of, optimizers)):
         if reducer is not None:
@@ -83,7 +83,7 @@ def samples_of(batch: Any) -> Samples:
         raise NotChecked("the first batch has one sample")
     positions = different_samples(batch, total, min(total, _SAMPLES))
     count = len(positions)
-    # The parts are uneven, since means of even parts could hide a sum that isn't weighted.
+    # The parts are uneven (of two samples, one each), since means of even parts could hide a sum that isn't weighted.
     split = min(count // 2 + 1, count - 1)
     chosen = units_at(batch, total, positions)
     whole = Part(chosen, count, count, True)

@@ -25,7 +25,11 @@ from npu_device._src.gradients.reduction import Gradient, Owners, ReductionOptio
 from npu_device._src.training.optimizers.optimizer_wrapper import GradientReducer
 from npu_device._src.training.optimizers.reducing_methods import install
 from npu_device._src.training.watching.schedule import is_only_building
-from npu_device._src.training.watching.wrapped_optimizers import REDUCER, carrier, reducer_of
+from npu_device._src.training.watching.wrapped_optimizers import (
+    REDUCER,
+    reducer_of,
+    reducing_optimizer,
+)
 from npu_device._src.world.current_step import CurrentStep, current_step, reduced_by_step
 from npu_device._src.world.world import World
 
@@ -59,6 +63,7 @@ class WeightedReducer(GradientReducer):
             return gradients
         options = replace(self.options_for(optimizer), reduction="sum")
         contributions = self.weighted_contributions(gradients, step, optimizer)
+        # No pair is kept: ``fit`` compares the batches themselves.
         reduced = self._world.reduce(contributions, options, owners)
         self.remember(reduced)
         return reduced
@@ -72,8 +77,12 @@ class WeightedReducer(GradientReducer):
         return self.weighted_contributions(gradients, step, optimizer)
 
     def factor_in(self, step: CurrentStep, optimizer: Any) -> Any:
-        """Return the factor of this rank's gradients in a sum over the ranks, or in a mean of accumulated ones."""
+        """Return the factor of this rank's gradients in a sum over the ranks, or in a mean of accumulated ones.
+
+        That is ``factor_for``, times the number of ranks for a mean.
+        """
         factor = step.factor_for(self)
+        # Accumulated gradients are reduced by a mean (``_means``). The first-step check takes those of each step.
         is_mean = self.accumulates(optimizer) and not step.is_dry_run
         if is_mean:
             return factor * self._world.size
@@ -84,6 +93,7 @@ class WeightedReducer(GradientReducer):
     ) -> list[Gradient]:
         """Return what this rank contributes to the sum of the gradients of all ranks."""
         is_weighted = self in step.with_weighted_loss
+        # A later call in the step may bring gradients of a loss that wasn't multiplied.
         step.with_weighted_loss.discard(self)
         if is_weighted:
             return list(gradients)
@@ -95,7 +105,7 @@ def replicate_optimizer(optimizer: Any, world: World, shard_optimizer: bool | No
     """Make an optimizer weight its gradients by their samples when it reduces them, and divide its updates among the
     ranks on request; it may be wrapped already.
     """
-    carrying = carrier(optimizer)
+    carrying = reducing_optimizer(optimizer)
     earlier = reducer_of(carrying)
     if earlier is not None and earlier.own_batches:
         raise ValueError(
@@ -134,7 +144,7 @@ def replicate_optimizer(optimizer: Any, world: World, shard_optimizer: bool | No
 
 
 def _weighted_loss(optimizer: Any, loss: Any) -> Any:
-    reducer = getattr(carrier(optimizer), REDUCER)
+    reducer = getattr(reducing_optimizer(optimizer), REDUCER)
     step = current_step()
     if step is None or not isinstance(reducer, WeightedReducer):
         return loss

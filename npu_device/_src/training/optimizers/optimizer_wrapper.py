@@ -26,7 +26,6 @@ from npu_device._src.gradients.reduction import (
     all_finite,
     dense_of,
     origin_of,
-    reduce_list,
     weighted,
 )
 from npu_device._src.trace.trace import iteration
@@ -48,7 +47,7 @@ from npu_device._src.training.watching.same_samples import Pair, pair_of
 from npu_device._src.training.watching.same_variables import make_equal
 from npu_device._src.training.watching.schedule import can_compare, is_only_building
 from npu_device._src.training.watching.training_state import unique
-from npu_device._src.training.watching.wrapped_optimizers import carrier, is_wrapped
+from npu_device._src.training.watching.wrapped_optimizers import is_wrapped, reducing_optimizer
 from npu_device._src.world.world import World
 
 
@@ -140,6 +139,7 @@ class GradientReducer:
         self._reduced: list[weakref.ref[Any]] = []
         self._applying: Any = None  # the optimizer whose gradients are ready
         self._are_equal = False
+        # False if ``begin`` found variables without values: then the first step is audited, too.
         self._has_compared = True
         self._audit: Audit | None = None
         self._pair: Pair | None = None  # the gradients that were reduced last, and their results
@@ -157,7 +157,7 @@ class GradientReducer:
 
     def install(self, optimizer: Any, keras: Any, requested: bool | None) -> None:
         """Reduce the gradients of an optimizer, and divide its updates among the ranks on request."""
-        reducing = carrier(optimizer)
+        reducing = reducing_optimizer(optimizer)
         if _is_requested(requested):
             # The one inside of a loss-scale optimizer makes the updates.
             reducing = compat.with_inner(optimizer)[-1]
@@ -203,12 +203,12 @@ class GradientReducer:
     def reduce(
         self, optimizer: Any, gradients: Iterable[Gradient], owners: Owners = None
     ) -> list[Gradient]:
-        """Return the gradients reduced over the ranks, ``None`` where ``None`` was; for ``owners`` see there."""
+        """Return the gradients reduced over the ranks, ``None`` where ``None`` was; see ``reduce_list``."""
         gradients = list(gradients)
         group = self._world.group
         options = self.options_for(optimizer)
         note_reduced(self._world, gradients)
-        reduced = reduce_list(self._world.job, gradients, options, group, owners)
+        reduced = self._world.reduce(gradients, options, owners)
         # Ranks of a group don't compare, as others may train something else.
         if group.name == WORLD_GROUP:
             # With owners, only what this rank has got back can be compared.
@@ -237,35 +237,39 @@ class GradientReducer:
             if (gradient := reference()) is not None
         }
         dense = [dense_of(gradient) for gradient in gradients if gradient is not None]
+        # Keras 3's ``apply_gradients`` calls ``apply``, which comes here once more.
         if self._applying is not None or (
             dense and all(origin_of(gradient) in origins for gradient in dense)
         ):
             return list(gradients)
         return self.reduce(optimizer, gradients, owners)
 
-    def apply(self, optimizer: Any, apply: Callable, gradients: list, variables: list) -> Any:
+    def apply(
+        self, optimizer: Any, apply_by_class: Callable, gradients: list, variables: list
+    ) -> Any:
+        """Apply gradients, reduced, by the method of the optimizer's class."""
         update = self.divided_update
         # Amid an update, the base class of an optimizer calls itself.
         if update is not None and self._applying is not optimizer:
             self.begin_divided(optimizer, variables)
             # Building it may show that it can't be divided.
             if self.divided_update is not None:
-                return self._divided(update, optimizer, apply, gradients, variables)
+                return self._divided(update, optimizer, apply_by_class, gradients, variables)
         # Made equal before anything is reduced, so that the first update is the same on all ranks.
         self.begin(optimizer, variables)
         # Accumulated gradients are reduced in a branch of the graph, which is the iteration then.
         with contextlib.nullcontext() if self.accumulates(optimizer) else iteration():
             ready = self._reduced_or_accumulated(optimizer, gradients, variables)
-            return self.apply_ready(optimizer, apply, ready, variables)
+            return self.apply_ready(optimizer, apply_by_class, ready, variables)
 
-    def apply_ready(self, optimizer: Any, apply: Callable, *ready: Any) -> Any:
+    def apply_ready(self, optimizer: Any, apply_by_class: Callable, *ready: Any) -> Any:
         """Call a method of an optimizer with gradients that need no reduction, and the like."""
         # Restored, since calls nest: a loss-scale optimizer applies through its inner one.
         outer = self._applying
         # Gradients that come from now on are ready.
         self._applying = optimizer
         try:
-            return apply(*ready)
+            return apply_by_class(*ready)
         finally:
             self._applying = outer
 
@@ -277,12 +281,12 @@ class GradientReducer:
         self,
         update: DividedUpdate,
         optimizer: Any,
-        apply: Callable,
+        apply_by_class: Callable,
         gradients: list,
         variables: list,
     ) -> Any:
         """Apply gradients by the optimizer whose updates are divided, or by a loss-scale optimizer around it."""
-        act = functools.partial(self.apply_ready, optimizer, apply)
+        act = functools.partial(self.apply_ready, optimizer, apply_by_class)
         if optimizer is not update.optimizer:
             if self.accumulates(optimizer):
                 ready = self._reduced_or_accumulated(optimizer, gradients, variables)
@@ -354,7 +358,7 @@ class GradientReducer:
         """Return whether this rank accumulates the gradients of several steps before they are reduced."""
         # Gradients that are to be checked are reduced in each step.
         is_checked = environment.NPU_DEVICE_CHECK_GRADIENTS.get() == "on"
-        return not is_checked and accumulates(carrier(optimizer), self.options.reduction)
+        return not is_checked and accumulates(reducing_optimizer(optimizer), self.options.reduction)
 
     def agree(self, finite: tf.Tensor) -> tf.Tensor:
         """Return whether the gradients of all ranks are finite, given whether those of this one are: bool, shape []."""
@@ -368,7 +372,7 @@ class GradientReducer:
         if not self.accumulates(optimizer):
             return self._reduced_and_audited(optimizer, gradients, variables)
         ready = gradients
-        if carrier(optimizer) is not optimizer:
+        if reducing_optimizer(optimizer) is not optimizer:
             ready = self._all_finite_or_none(gradients)
         elif self._applying is not optimizer and not is_only_building():
             _build(optimizer, compat.keras_of(optimizer), variables)
@@ -382,7 +386,7 @@ class GradientReducer:
                 owners,
                 self._world.rank,
             )
-        note_accumulators(self._world, carrier(optimizer))
+        note_accumulators(self._world, reducing_optimizer(optimizer))
         # Only the outermost call is a step.
         if self._applying is None:
             self._audit_variables(optimizer, ready, variables)
@@ -395,7 +399,7 @@ class GradientReducer:
         return with_nan_unless(self.agree(all_finite(gradients)), gradients)
 
     @property
-    def factor(self) -> int:
+    def factor_for_mean(self) -> int:
         """Return the factor of this rank's gradients by which a mean over the ranks is what is asked for."""
         if self.options.reduction == "sum":
             return self._world.size
@@ -403,9 +407,9 @@ class GradientReducer:
 
     def contributions(self, optimizer: Any, gradients: Sequence[Gradient]) -> list[Gradient]:
         """Return what this rank contributes to gradients: the mean over the ranks is the gradient of one process."""
-        if self.factor == 1:
+        if self.factor_for_mean == 1:
             return list(gradients)
-        return [weighted(gradient, self.factor) for gradient in gradients]
+        return [weighted(gradient, self.factor_for_mean) for gradient in gradients]
 
     def note_parts(self, variables: Sequence, counter: Any, period: int) -> None:
         """Note variables in which this rank accumulates its contributions, as ``own_parts.note_parts`` does."""

@@ -1,5 +1,6 @@
 """The methods of an optimizer that reduce its gradients before it uses them: replaced on the user's instance, never on
-a class. They are bound methods, so that a deep copy of the optimizer has its own.
+a class (``watching.optimizer_hook`` wraps those). They are bound methods, so that a deep copy of the optimizer has its
+own.
 """
 
 from __future__ import annotations
@@ -54,10 +55,10 @@ def install(optimizer: Any, keras: Any, reducer: Any) -> None:
 def _apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
     gradients, variables = _lists(grads_and_vars)
 
-    def apply(reduced: Any, variables: Any) -> Any:
+    def apply_by_class(reduced: Any, variables: Any) -> Any:
         return type(self).apply_gradients(self, list(zip(reduced, variables)), *args, **kwargs)
 
-    return getattr(self, REDUCER).apply(self, apply, gradients, variables)
+    return getattr(self, REDUCER).apply(self, apply_by_class, gradients, variables)
 
 
 # Methods for Keras 3: `apply_gradients` and `fit` go through `apply`, which clips, accumulates and updates.
@@ -67,13 +68,13 @@ def _apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) 
 def _apply_keras_3(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
     variables = compat.variables_to_update(self, trainable_variables)
 
-    def apply(reduced: Any, updated: Any) -> Any:
+    def apply_by_class(reduced: Any, updated: Any) -> Any:
         # Keras takes no variables for all of them; a divided update is given some.
         if trainable_variables is None and updated is variables:
             return type(self).apply(self, reduced)
         return type(self).apply(self, reduced, updated)
 
-    return getattr(self, REDUCER).apply(self, apply, list(grads), variables)
+    return getattr(self, REDUCER).apply(self, apply_by_class, list(grads), variables)
 
 
 @_as_it_is

@@ -1,4 +1,4 @@
-"""The mark of a wrapped optimizer: its reduction, as an attribute of the object."""
+"""The mark of a wrapped optimizer: its reducer, as an attribute of the object."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from npu_device._src import compat
 
-REDUCER = "_npu_gradient_reduction"
+REDUCER = "_npu_gradient_reducer"
 """The attribute of a wrapped optimizer that holds its ``GradientReducer``."""
 
 
@@ -22,7 +22,7 @@ def is_wrapped(optimizer: Any) -> bool:
 
 
 def reducer_inside(optimizer: Any) -> Any:
-    """Return the reduction of the optimizer inside a loss-scale optimizer of Keras 3 that isn't wrapped itself; else
+    """Return the reducer of the optimizer inside a loss-scale optimizer of Keras 3 that isn't wrapped itself; else
     None.
 
     It calls the one inside only if the gradients are finite, on which all ranks must agree, or some wait forever. Keras
@@ -35,7 +35,7 @@ def reducer_inside(optimizer: Any) -> Any:
     return reducer_of(inner)
 
 
-def carrier(optimizer: Any) -> Any:
+def reducing_optimizer(optimizer: Any) -> Any:
     """Return the optimizer whose methods reduce: the one inside a loss-scale optimizer if that one has been wrapped, or
     adds up gradients over several steps; else the optimizer itself.
     """
