@@ -45,7 +45,8 @@ class Share:
         if isinstance(self.units, int) and isinstance(self.total, int):
             return np.float64(self.units / max(self.total, 1))
         units = tf.cast(self.units, tf.float64)
-        return tf.math.divide_no_nan(units, tf.cast(self.total, tf.float64))
+        total = tf.cast(self.total, tf.float64)
+        return tf.math.divide_no_nan(units, total)
 
     @property
     def sum_factor(self) -> np.float64 | tf.Tensor:
@@ -57,7 +58,8 @@ class Share:
     def counted(self, tensor: tf.Tensor) -> tf.Tensor:
         """Return a tensor computed from the share; without its rows if they don't count."""
         if not isinstance(self.units, int):
-            return tensor[: tf.where(self.units > 0, tf.shape(tensor)[0], 0)]
+            length = tf.shape(tensor)[0]
+            return tensor[: tf.where(self.units > 0, length, 0)]
         if self.units:
             return tensor
         return tensor[:0]
@@ -79,11 +81,12 @@ def share_of_batch(batch: Any, rank: int, size: int, division: str = "alike") ->
     else:
         low = tf.minimum(start, tf.maximum(total - 1, 0))
         high = tf.maximum(end, low + 1)
-    return Share(run_of(batch, total, low, high, division), end - start, total)
+    samples = run_of(batch, total, low, high, division)
+    return Share(samples, end - start, total)
 
 
 def lengths_of(batch: Any) -> list[Number]:
-    return [length_of(leaf) for leaf in tf.nest.flatten(batch) if _is_divisible(leaf)]
+    return list(map(length_of, filter(_is_divisible, tf.nest.flatten(batch))))
 
 
 def units_of(batch: Any) -> Number:
@@ -127,7 +130,9 @@ def _joined(*leaves: Any) -> Any:
 
 def tag_of(batch: Any) -> Any:
     """Return the tag of a batch that is divided already, int64 of shape [2]; see ``divided.with_tag``."""
-    return (batch[0] if isinstance(batch, (tuple, list)) else batch)[ROWS]
+    if isinstance(batch, (tuple, list)):
+        batch = batch[0]
+    return batch[ROWS]
 
 
 def count_of(batch: Any) -> Any:
@@ -208,9 +213,13 @@ def length_of(leaf: Any) -> Number:
 
 def without_optional(batch: Any) -> Any:
     """Return a batch with None where Keras 3 has an empty Optional for it."""
-    return tf.nest.map_structure(
-        lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, batch
-    )
+
+    def none_or_leaf(leaf: Any) -> Any:
+        if isinstance(leaf, tf.experimental.Optional):
+            return None
+        return leaf
+
+    return tf.nest.map_structure(none_or_leaf, batch)
 
 
 def _is_divisible(leaf: Any) -> bool:
@@ -257,8 +266,10 @@ def _cut(leaf: Any, start: Any, end: Any) -> Any:
     if not isinstance(leaf, tf.SparseTensor):
         return leaf[start:end]
     row_shape = leaf.dense_shape[1:]
-    corner = tf.concat([tf.cast([start], tf.int64), tf.zeros_like(row_shape)], axis=0)
-    size = tf.concat([tf.cast([end - start], tf.int64), row_shape], axis=0)
+    first = tf.cast([start], tf.int64)
+    count = tf.cast([end - start], tf.int64)
+    corner = tf.concat([first, tf.zeros_like(row_shape)], axis=0)
+    size = tf.concat([count, row_shape], axis=0)
     cut = tf.sparse.slice(leaf, corner, size)
     length = None
     if isinstance(start, int):

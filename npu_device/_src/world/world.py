@@ -50,7 +50,8 @@ class World:
         array = np.frombuffer(content, np.uint8)
         # The length is sent first, as the other ranks have to know the shape; with 64 bits, since objects may be larger
         # than 2 GiB.
-        [length] = self.from_root([tf.constant(np.int64(len(array)))], root_rank)
+        own_length = np.int64(len(array))
+        [length] = self.from_root([tf.constant(own_length)], root_rank)
         if not sends:
             array = np.zeros(int(length), np.uint8)
         [sent] = self.from_root([tf.constant(array)], root_rank)
@@ -67,12 +68,14 @@ class World:
         trusted = self.job.cluster.trusted
         array = np.frombuffer(packed(value, trusted), np.uint8)
         # Objects differ in size, which a gather of rows allows.
-        content = self.gather(tf.constant(array), purpose).numpy().tobytes()
-        return unpacked(content, [f"rank {rank}" for rank in self.group.ranks], trusted)
+        gathered = self.gather(tf.constant(array), purpose)
+        senders = [f"rank {rank}" for rank in self.group.ranks]
+        return unpacked(gathered.numpy().tobytes(), senders, trusted)
 
     def lines(self, texts: Iterable[str]) -> str:
         """Return a line of a message for each rank, given its text."""
-        return "\n".join(self.job.cluster.lines(dict(zip(self.group.ranks, texts))))
+        texts_by_rank = dict(zip(self.group.ranks, texts))
+        return "\n".join(self.job.cluster.lines(texts_by_rank))
 
     def wait(self) -> None:
         barrier(self.job, self.group)

@@ -55,7 +55,8 @@ def allreduce(
     world = current_world(group)
     if world is None:
         return tensor
-    reduced = _ops.all_reduce(world.job, compat.to_tensor(tensor), reduction, world.group)
+    tensor = compat.to_tensor(tensor)
+    reduced = _ops.all_reduce(world.job, tensor, reduction, world.group)
     world.job.made(ReducedTensors).add([reduced])
     return reduced
 
@@ -115,7 +116,8 @@ def broadcast(
     world = current_world(group)
     if world is None:
         return list(tensor)
-    sent = _ops.broadcast(world.job, list(map(compat.to_tensor, tensor)), root_rank, world.group)
+    tensors = list(map(compat.to_tensor, tensor))
+    sent = _ops.broadcast(world.job, tensors, root_rank, world.group)
     # In the graph of a session, fetching a result overwrites the variable, as on Ascend.
     return list(map(overwriting, tensor, sent))
 
@@ -150,7 +152,8 @@ def reduce(
     world = current_world(group)
     if world is None:
         return tensor
-    return _ops.reduce(world.job, compat.to_tensor(tensor), reduction, root_rank, world.group)
+    tensor = compat.to_tensor(tensor)
+    return _ops.reduce(world.job, tensor, reduction, root_rank, world.group)
 
 
 @compat.do_not_convert
@@ -185,7 +188,8 @@ def reduce_scatter(
     _check_rank_size("reduce_scatter", rank_size, group, world)
     if world is None:
         return tensor
-    return _ops.reduce_scatter(world.job, compat.to_tensor(tensor), reduction, world.group)
+    tensor = compat.to_tensor(tensor)
+    return _ops.reduce_scatter(world.job, tensor, reduction, world.group)
 
 
 @compat.do_not_convert
@@ -209,7 +213,8 @@ def send(tensor: Any, sr_tag: int, dest_rank: int, group: str = WORLD_GROUP) -> 
     Inside one ``tf.function`` they don't.
     """
     world = _require_world("send", group)
-    return _moves.send(world.job, compat.to_tensor(tensor), sr_tag, dest_rank, world.group)
+    tensor = compat.to_tensor(tensor)
+    return _moves.send(world.job, tensor, sr_tag, dest_rank, world.group)
 
 
 @compat.do_not_convert
@@ -234,7 +239,8 @@ def receive(
         TypeError: a dtype that has no bits to send.
     """
     world = _require_world("receive", group)
-    return _moves.receive(world.job, shape, tf.as_dtype(data_type), sr_tag, src_rank, world.group)
+    dtype = tf.as_dtype(data_type)
+    return _moves.receive(world.job, shape, dtype, sr_tag, src_rank, world.group)
 
 
 @compat.do_not_convert
@@ -269,7 +275,8 @@ def all_to_all_v(
     if world is None:
         outgoing = _moves.checked_blocks("send", send_counts, send_displacements, 1, data.shape[0])
         incoming = _moves.checked_blocks("recv", recv_counts, recv_displacements, 1)
-        return _moves.join_blocks(_moves.pad_blocks(data, outgoing, incoming.counts[0]), incoming)
+        blocks = _moves.pad_blocks(data, outgoing, incoming.counts[0])
+        return _moves.join_blocks(blocks, incoming)
     return _moves.all_to_all_v(
         world.job,
         data,
@@ -320,7 +327,8 @@ def all_to_all_v_c(
     if world is None:
         matrix = _moves.whole_numbers("send_count_matrix", send_count_matrix, [1, 1])
         outgoing = _moves.packed_blocks(matrix[0])
-        return _moves.join_blocks(_moves.pad_blocks(data, outgoing, outgoing.counts[0]), outgoing)
+        blocks = _moves.pad_blocks(data, outgoing, outgoing.counts[0])
+        return _moves.join_blocks(blocks, outgoing)
     return _moves.all_to_all_vc(world.job, data, send_count_matrix, world.group)
 
 
@@ -333,7 +341,8 @@ def _generated(name: str, function: Callable, **names: str) -> Callable:
     signature = inspect.signature(function)
     parameters = []
     for parameter in signature.parameters.values():
-        parameters.append(parameter.replace(name=names.get(parameter.name, parameter.name)))
+        new_name = names.get(parameter.name, parameter.name)
+        parameters.append(parameter.replace(name=new_name))
     renamed = signature.replace(parameters=parameters)
 
     @functools.wraps(function)

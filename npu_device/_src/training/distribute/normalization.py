@@ -62,18 +62,21 @@ def moments(
     value_weights = tf.cast(sum_factor, wide.dtype)
     if mask is not None:
         # The mask has no axis for the channels.
-        value_weights *= tf.broadcast_to(tf.cast(mask, wide.dtype)[..., tf.newaxis], tf.shape(wide))
+        masked = tf.cast(mask, wide.dtype)[..., tf.newaxis]
+        value_weights *= tf.broadcast_to(masked, tf.shape(wide))
     total = tf.reduce_sum(wide * value_weights, axes, keepdims=True)
     if mask is None:
         # Without a mask, each channel has the same number of values.
-        per_total = tf.cast(tf.size(wide) / tf.size(total), wide.dtype)
-        number = tf.fill(tf.shape(total), value_weights * per_total)
+        per_total = tf.size(wide) / tf.size(total)
+        weight = value_weights * tf.cast(per_total, wide.dtype)
+        number = tf.fill(tf.shape(total), weight)
     else:
         number = tf.reduce_sum(value_weights, axes, keepdims=True)
 
     def of_all_ranks(*sums: tf.Tensor) -> list[tf.Tensor]:
         # One exchange for both sums, since each costs as much as a small call.
-        exchanged = exchange(tf.concat([tf.reshape(tensor, [-1]) for tensor in sums], 0))
+        flat = [tf.reshape(tensor, [-1]) for tensor in sums]
+        exchanged = exchange(tf.concat(flat, 0))
         pieces = tf.split(exchanged, len(sums))
         return [tf.reshape(piece, tf.shape(total)) for piece in pieces]
 
@@ -83,9 +86,8 @@ def moments(
     mean = tf.math.divide_no_nan(total, number)
     # The spread is taken around the common mean: the difference of mean squares would lose digits. Deviations from the
     # mean add up to 0, so the gradient needn't pass through it once more.
-    spread = tf.reduce_sum(
-        tf.square(wide - tf.stop_gradient(mean)) * value_weights, axes, keepdims=True
-    )
+    squares = tf.square(wide - tf.stop_gradient(mean))
+    spread = tf.reduce_sum(squares * value_weights, axes, keepdims=True)
     [spread] = of_all_ranks(spread)
     variance = tf.math.divide_no_nan(spread, number)
     if not keeps_axes:
@@ -111,21 +113,17 @@ def moments_of_all_ranks(
     sum_factor = 1.0
     if step is not None:
         sum_factor = step.sum_factor
-    return moments(
-        exchange_of_layer(world, step, inputs), sum_factor, layer, inputs, *axes_or_mask, **named
-    )
+    exchange = exchange_of_layer(world, step, inputs)
+    return moments(exchange, sum_factor, layer, inputs, *axes_or_mask, **named)
 
 
 def normalizing_world(group: str) -> World | None:
     """Return the ranks by whose samples a layer normalizes in this call; None if it is by those of this process."""
-    # Keras itself normalizes over the devices of a strategy of TensorFlow. While a model is only built or saved, other
-    # ranks may not be there.
-    is_alone = (
-        is_only_building()
-        or compat.is_saving()
-        or tf.distribute.get_strategy().num_replicas_in_sync > 1
-    )
-    if is_alone:
+    # While a model is only built or saved, other ranks may not be there.
+    if is_only_building() or compat.is_saving():
+        return None
+    # Keras itself normalizes over the devices of a strategy of TensorFlow.
+    if tf.distribute.get_strategy().num_replicas_in_sync > 1:
         return None
     return world_unless_child(group)
 
@@ -134,10 +132,11 @@ def exchange_of_layer(world: World, step: CurrentStep | None, inputs: tf.Tensor)
     """Return how the ranks exchange sums for the inputs of a layer, in a step of ``fit`` or in a loop (None)."""
     # A loop of the script says by its reductions how its ranks count.
     if step is None:
-        return world.job.made(Loops).exchange(world, tf.shape(inputs)[0])
+        samples = tf.shape(inputs)[0]
+        return world.job.made(Loops).exchange(world, samples)
     # A layer comes here if it isn't part of the replicated model, or if ``fit`` had replaced its method.
-    sum_of_step: Exchange = lambda sums: step.reduce([sums], ReductionOptions("sum", fusion=0))[0]  # noqa: E731
-    return exchange_of_step(step, sum_of_step)
+    options = ReductionOptions("sum", fusion=0)
+    return exchange_of_step(step, lambda sums: step.reduce([sums], options)[0])
 
 
 class Loops:
@@ -162,7 +161,8 @@ class Loops:
         if not self._is_open:
             return
         # Numbers, also those of numpy, are losses and counts: no gradients.
-        if not any(tf.TensorShape(tensor.shape).rank for tensor in dense_tensors(values)):
+        shapes = [tf.TensorShape(tensor.shape) for tensor in dense_tensors(values)]
+        if not any(shape.rank for shape in shapes):
             return
         self._is_open = False
         if by_samples == self._by_samples:
@@ -180,9 +180,8 @@ class Loops:
         def exchange(sums: tf.Tensor) -> tf.Tensor:
             # The number of samples travels with the sums.
             number = tf.reshape(tf.cast(samples, sums.dtype), [1])
-            sent = _with_gradient(
-                tf.concat([sums, number], 0), lambda upstream: upstream / factor()
-            )
+            joined = tf.concat([sums, number], 0)
+            sent = _with_gradient(joined, lambda upstream: upstream / factor())
             total = world.sum_over_ranks(sent)
             fraction = tf.stop_gradient(tf.math.divide_no_nan(number, total[-1:]))
             factor = self._loss_factor(fraction, world)
@@ -209,7 +208,8 @@ class Loops:
             self._is_open = True
             if not tf.executing_eagerly():
                 return by_samples
-            self._was_uneven = abs(float(by_samples[0]) * world.size - 1) > _ROUNDING_TOLERANCE
+            excess = float(by_samples[0]) * world.size - 1
+            self._was_uneven = abs(excess) > _ROUNDING_TOLERANCE
             if self._by_samples:
                 return by_samples
             return equal
@@ -218,7 +218,9 @@ class Loops:
 
 
 def _with_gradient(tensor: tf.Tensor, backward: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tensor:
-    return differentiable([tf.identity(tensor)], lambda upstream: [backward(upstream)], [tensor])[0]
+    copies = [tf.identity(tensor)]
+    [differentiated] = differentiable(copies, lambda upstream: [backward(upstream)], [tensor])
+    return differentiated
 
 
 def dense_tensors(values: Any) -> list:

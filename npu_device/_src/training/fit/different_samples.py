@@ -17,36 +17,43 @@ def different_samples(batch: Any, total: int, count: int) -> list[int]:
 
     Those alike are next to each other, so that parts of them differ.
     """
-    leaves = [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
-    features = [
-        feature
-        for leaf in leaves
-        for feature in _features(leaf, total)
-        if feature.min() < feature.max()
-    ]
+    features: list[np.ndarray] = []
+    for leaf in tf.nest.flatten(batch):
+        if leaf is not None:
+            features += _features(leaf, total)
+    features = [feature for feature in features if feature.min() < feature.max()]
     positions = [0, total - 1]
     for feature in features:
         # The extremes come first, because later positions are dropped where there are too many.
-        positions += [int(feature.argmin()), int(feature.argmax())]
-    positions += np.linspace(0, total - 1, count).round().astype(int).tolist()
+        positions.append(int(feature.argmin()))
+        positions.append(int(feature.argmax()))
+    in_between = np.linspace(0, total - 1, count)
+    positions += in_between.round().astype(int).tolist()
     # The list is filled up with all other positions, for batches in which these coincide.
     positions += range(total)
     chosen = list(dict.fromkeys(positions))[:count]
-    return sorted(
-        chosen, key=lambda number: ([-float(feature[number]) for feature in features], number)
-    )
+
+    def order(position: int) -> Any:
+        features_of_sample = [-float(feature[position]) for feature in features]
+        return features_of_sample, position
+
+    return sorted(chosen, key=order)
 
 
 def _features(leaf: Any, total: int) -> Iterator[np.ndarray]:
     """Yield numbers for each sample of a tensor that tell how much of it is padding, masked or missing."""
     if isinstance(leaf, tf.RaggedTensor):
-        yield _per_sample(leaf.row_lengths().numpy(), total).sum(axis=1)
+        lengths = leaf.row_lengths().numpy()
+        yield _per_sample(lengths, total).sum(axis=1)
     elif isinstance(leaf, tf.SparseTensor):
-        rows = leaf.indices.numpy()[:, 0] * total // max(1, int(leaf.dense_shape[0]))
-        yield np.bincount(rows, minlength=total)
+        rows = leaf.indices.numpy()[:, 0]
+        row_count = int(leaf.dense_shape[0])
+        units = rows * total // max(1, row_count)
+        yield np.bincount(units, minlength=total)
     elif tf.TensorShape(leaf.shape).rank:
         samples = _per_sample(np.asarray(leaf), total)
-        samples = samples[:, :: max(1, samples.shape[1] // _MOST_ELEMENTS)]
+        distance = max(1, samples.shape[1] // _MOST_ELEMENTS)
+        samples = samples[:, ::distance]
         # The length of the padding is a feature: it is 0, or what is common at the end of the samples.
         yield (samples == _padding(samples)).sum(axis=1)
         ends = samples[:, -1:]

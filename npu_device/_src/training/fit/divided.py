@@ -103,7 +103,8 @@ def with_equal_length(world: World, divided_data: Divided) -> tf.data.Dataset:
         row_count: Any = 0
         if counts:
             row_count = rows_of(batch)
-        return with_tag(tf.stack([tf.cast(row_count, tf.int64), 0]), batch)
+        tag = tf.stack([tf.cast(row_count, tf.int64), 0])
+        return with_tag(tag, batch)
 
     counted = dataset.map(counting)
     # Keras stops after ``steps_per_epoch``, which all ranks are given.
@@ -116,9 +117,11 @@ def with_equal_length(world: World, divided_data: Divided) -> tf.data.Dataset:
             + ".\nWhat to do: divide the data so that each rank has at least one sample, or start fewer ranks."
         )
     # Added batches are real ones, whose shapes and dtypes are right, and count as empty.
-    filling = dataset.take(1).map(partial(counting, counts=False)).repeat(max(lengths) - length)
+    empty_batch = dataset.take(1).map(partial(counting, counts=False))
+    longest = max(lengths)
+    filled = counted.concatenate(empty_batch.repeat(longest - length))
     # TensorFlow may not know the length, which has been counted here.
-    return counted.concatenate(filling).apply(tf.data.experimental.assert_cardinality(max(lengths)))
+    return filled.apply(tf.data.experimental.assert_cardinality(longest))
 
 
 def _count(world: World, dataset: tf.data.Dataset) -> int:
@@ -158,9 +161,9 @@ def rows_of_rank(world: World, model: Any, sequence: Any) -> Any:
     begin, end = _rows_of_rank(world, int(rows_of(batch)))
     _require_same_rows(world, batch, sequence.rows(0, begin, end), begin, end)
 
-    settings = [name for name in _SETTINGS if hasattr(sequence, name)]
+    settings = {name: getattr(sequence, name) for name in _SETTINGS if hasattr(sequence, name)}
     rows = _class_of_rows(compat.keras_of(model).utils.Sequence)
-    return rows(sequence, begin, end, **{name: getattr(sequence, name) for name in settings})
+    return rows(sequence, begin, end, **settings)
 
 
 @functools.cache
@@ -191,7 +194,8 @@ def _class_of_rows(sequence_class: Any) -> Any:
                 if count:
                     return with_tag(np.array([count, mark]), rows)
             # Keras needs at least one sample to call the step, which the other ranks do.
-            return with_tag(np.array([0, mark]), sequence.rows(index, 0, 1))
+            uncounted = sequence.rows(index, 0, 1)
+            return with_tag(np.array([0, mark]), uncounted)
 
         def on_epoch_begin(self) -> None:
             getattr(self._sequence, "on_epoch_begin", int)()
@@ -204,15 +208,19 @@ def _class_of_rows(sequence_class: Any) -> Any:
 
 def _rows_of_rank(world: World, total: int) -> tuple[int, int]:
     """Return which rows of a batch are those of this rank: the first one, and the one after the last."""
-    return world.rank * total // world.size, (world.rank + 1) * total // world.size
+    begin = world.rank * total // world.size
+    end = (world.rank + 1) * total // world.size
+    return begin, end
 
 
 def _require_same_rows(world: World, batch: Any, rows: Any, begin: int, end: int) -> None:
-    expected = start.full_checksum(tf.nest.map_structure(lambda leaf: leaf[begin:end], batch))
+    expected = tf.nest.map_structure(lambda leaf: leaf[begin:end], batch)
+    is_right = start.full_checksum(expected) == start.full_checksum(rows)
     # All ranks raise together: one alone would leave the others waiting in their first step.
-    are_right = world.objects(expected == start.full_checksum(rows), "rows of the first batch")
-    if not all(are_right):
-        wrong = ", ".join(str(rank) for rank, is_right in enumerate(are_right) if not is_right)
+    are_right = world.objects(is_right, "rows of the first batch")
+    wrong_ranks = [rank for rank, is_right in enumerate(are_right) if not is_right]
+    if wrong_ranks:
+        wrong = ", ".join(map(str, wrong_ranks))
         raise ValueError(
             f"rank {world.rank}: rows(0, {begin}, {end}) isn't data[0][{begin}:{end}] (on ranks {wrong}).\n"
             "Likely cause: rows draws random numbers, or counts its samples from the beginning of the data.\nWhat to "
@@ -239,9 +247,7 @@ class Pipeline(Divided):
         if are_full:
             rows_of_batch = _all_rows
         super().__init__(tagged.map(rows_of_batch))
-        self.for_keras = tagged.map(
-            lambda tags, rows: with_tag(tf.stack([tf.reduce_sum(tags[:, 0]), tags[0, 1]]), rows)
-        )
+        self.for_keras = tagged.map(_with_common_tag)
 
     def cache(self, filename: str = "") -> Pipeline:
         """Keep the rows of this rank after the map, in memory or in files, whose names end with the rank."""
@@ -325,9 +331,8 @@ def pipeline(
         raise ValueError(f"the batch of a pipeline must have 1 sample or more; found {size}")
     if seed is not None:
         # The stateless operations of TensorFlow take two numbers as a seed.
-        seeds = tf.data.Dataset.random(seed, rerandomize_each_iteration=True).batch(
-            2, drop_remainder=True
-        )
+        numbers = tf.data.Dataset.random(seed, rerandomize_each_iteration=True)
+        seeds = numbers.batch(2, drop_remainder=True)
         source = tf.data.Dataset.zip((source, seeds))
 
     call = _on_samples(map, has_seeds=seed is not None)
@@ -346,7 +351,8 @@ def pipeline(
     _require_same(world, source)
     source = _in_source_order(source)
     begin, end = _rows_of_rank(world, size)
-    tagged_rows = source.window(size, drop_remainder=drop_remainder).flat_map(_cut(begin, end))
+    windows = source.window(size, drop_remainder=drop_remainder)
+    tagged_rows = windows.flat_map(_cut(begin, end))
     mapped = tagged_rows.map(lambda tag, sample: (tag, call(sample)), num_parallel_calls)
     # A rank whose share is empty has a row in each batch all the same, which doesn't count.
     are_full = drop_remainder and end > begin
@@ -407,9 +413,16 @@ def _cut(begin: int, end: int) -> Callable[..., tf.data.Dataset]:
         tag = tf.stack([tf.cast(row_count > 0, tf.int64), checksum])
         skipped = tf.minimum(tf.constant(begin, tf.int64), total - 1)
         own_samples = samples.skip(skipped).take(tf.maximum(row_count, 1))
-        return tf.data.Dataset.zip((tf.data.Dataset.from_tensors(tag).repeat(), own_samples))
+        tags = tf.data.Dataset.from_tensors(tag).repeat()
+        return tf.data.Dataset.zip((tags, own_samples))
 
     return cut
+
+
+def _with_common_tag(tags: tf.Tensor, rows: Any) -> Any:
+    """Return rows with one tag for all of them."""
+    count = tf.reduce_sum(tags[:, 0])
+    return with_tag(tf.stack([count, tags[0, 1]]), rows)
 
 
 def _all_rows(tags: tf.Tensor, rows: Any) -> Any:
@@ -417,17 +430,18 @@ def _all_rows(tags: tf.Tensor, rows: Any) -> Any:
 
 
 def _rows_that_count(tags: tf.Tensor, rows: Any) -> Any:
-    return run_of(rows, tf.shape(tags)[0], 0, tf.cast(tf.reduce_sum(tags[:, 0]), tf.int32))
+    total = tf.shape(tags)[0]
+    count = tf.cast(tf.reduce_sum(tags[:, 0]), tf.int32)
+    return run_of(rows, total, 0, count)
 
 
 def _require_pure(call: Callable[[Any], Any], spec: Any) -> None:
     """Raise ValueError for a map whose result depends on more than its arguments."""
     graph = tf.function(call).get_concrete_function(spec).graph.as_graph_def()
     # Functions called in the map have their operations in the library.
-    nodes = [
-        *graph.node,
-        *(node for function in graph.library.function for node in function.node_def),
-    ]
+    nodes = list(graph.node)
+    for function in graph.library.function:
+        nodes += function.node_def
     operations = dict.fromkeys(node.op for node in nodes)
     if random := list(filter(_RANDOM.match, operations)):
         raise ValueError(

@@ -162,7 +162,8 @@ class DryStep:
         def apply_gradients(original: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
             del original, args, kwargs
             pairs = list(grads_and_vars)
-            return take([gradient for gradient, _ in pairs], [variable for _, variable in pairs])
+            gradients = [gradient for gradient, _ in pairs]
+            return take(gradients, [variable for _, variable in pairs])
 
         for recorded in optimizers:
             replaced.replace(recorded, "apply_gradients", apply_gradients)
@@ -218,9 +219,8 @@ class DryStep:
         finally:
             for handle, before in zip(self.handles, state_before):
                 tf.raw_ops.AssignVariableOp(resource=handle, value=before)
-        gradients, losses, chosen = tf.nest.map_structure(
-            lambda tensor: tensor.numpy(), (gradients, losses, chosen)
-        )
+        lists = (gradients, losses, chosen)
+        gradients, losses, chosen = tf.nest.map_structure(lambda tensor: tensor.numpy(), lists)
         floats = {name: float(number) for name, number in numbers.items()}
         return StepResults(gradients, losses, state, floats, chosen), sent
 
@@ -321,7 +321,8 @@ class _VirtualRanks:
 
         def backward(upstream: tf.Tensor) -> list[tf.Tensor]:
             rows = tf.shape(tensor)[0]
-            begin = tf.where(self.is_first, 0, tf.shape(gathered)[0] - rows)
+            end = tf.shape(gathered)[0]
+            begin = tf.where(self.is_first, 0, end - rows)
             return [self.sum_over_ranks(upstream)[begin : begin + rows]]
 
         return differentiable([gathered], backward, [tensor])[0]
@@ -340,9 +341,8 @@ class _VirtualRanks:
             raise NotChecked("the ranks exchange values in a branch or a loop of the step")
         # Made outside of the graph, so that the values remain from one run to the next.
         with tf.init_scope():
-            received = compat.plain_variable(
-                np.zeros([0], tensor.dtype.as_numpy_dtype), shape=tf.TensorShape(None)
-            )
+            empty = np.zeros([0], tensor.dtype.as_numpy_dtype)
+            received = compat.plain_variable(empty, shape=tf.TensorShape(None))
             is_received = compat.plain_variable(False)
         self._exchanges.append(_VirtualExchange(tensor, joins, received, is_received))
         exchanged = tf.cond(

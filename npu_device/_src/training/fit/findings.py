@@ -34,7 +34,8 @@ class Runs:
 
     def gradient(self, position: int, is_added_up: bool = False) -> Trial:
         """Return the trial of a gradient; one that is added up over the ranks isn't weighted."""
-        trial = self._trial(_dense([run.gradients[position] for run in self._all()]))
+        gradients = [run.gradients[position] for run in self._all()]
+        trial = self._trial(_dense(gradients))
         weights = self.weights
         if is_added_up:
             weights = [1.0] * len(self.parts)
@@ -44,11 +45,13 @@ class Runs:
 
     def added_loss(self, position: int) -> Trial:
         """Return the trial of a loss that a layer adds."""
-        return self._trial([float(run.losses[position]) for run in self._all()])
+        losses = [float(run.losses[position]) for run in self._all()]
+        return self._trial(losses)
 
     def number(self, name: str) -> Trial:
         """Return the trial of a number that the step gives to a loss, a metric or the logs."""
-        return self._trial([run.numbers[name] for run in self._all()])
+        numbers = [run.numbers[name] for run in self._all()]
+        return self._trial(numbers)
 
     def change(self, position: int) -> Trial | None:
         """Return the trial of what the step adds to a variable; None if that has a new shape."""
@@ -56,15 +59,17 @@ class Runs:
         states = [run.state[position] for run in self._all()]
         if any(state.shape != before.shape for state in states):
             return None
-        return self._trial([state.astype(np.float64) - before for state in states])
+        added = [state.astype(np.float64) - before for state in states]
+        return self._trial(added)
 
     def _all(self) -> list[StepResults]:
         return [self.whole, *self.repeats, *self.parts]
 
     def _trial(self, arrays: Sequence) -> Trial:
         """Return the trial of a quantity, given its values in all results."""
-        end = 1 + len(self.repeats)
-        return Trial(arrays[0], arrays[1:end], arrays[end:], self.weights)
+        whole, *others = arrays
+        count = len(self.repeats)
+        return Trial(whole, others[:count], others[count:], self.weights)
 
 
 @dataclass(frozen=True)
@@ -84,42 +89,45 @@ def are_repeatable(run: StepResults, again: StepResults) -> bool:
     if all(np.array_equal(gradient, repeat) for gradient, repeat in pairs):
         return True
     # Compared by the size of all gradients together: some are nearly 0, and their rounding is that of the others.
-    size = np.sqrt(sum(norm(gradient) ** 2 for gradient, _ in pairs))
-    return all(
-        norm(gradient - repeat) <= 0.01 * (norm(gradient) + size) for gradient, repeat in pairs
-    )
+    squares = [norm(gradient) ** 2 for gradient, _ in pairs]
+    size = np.sqrt(sum(squares))
+    for gradient, repeat in pairs:
+        allowed = 0.01 * (norm(gradient) + size)
+        # ``not <=``, because a comparison with NaN is always false.
+        if not norm(gradient - repeat) <= allowed:
+            return False
+    return True
 
 
 def are_comparable(run: StepResults) -> bool:
     """Return True if gradients are finite, and not all 0."""
-    gradients = [_dense([gradient])[0] for gradient in run.gradients]
-    if not all(np.all(np.isfinite(gradient)) for gradient in gradients):
-        return False
-    return not gradients or any(norm(gradient) > 0 for gradient in gradients)
+    sizes = []
+    for gradient in run.gradients:
+        [dense] = _dense([gradient])
+        if not np.all(np.isfinite(dense)):
+            return False
+        sizes.append(norm(dense))
+    return not sizes or max(sizes) > 0
 
 
 def compared_gradients(dry_step: DryStep, runs: Runs) -> list[ComparedGradient]:
     """Compare the gradients, the largest difference first."""
     summed = dry_step.step.sums.reducers
-    trials = [
-        runs.gradient(position, reducer in summed)
-        for position, reducer in enumerate(dry_step.reducers)
-    ]
+    trials = []
+    for position, reducer in enumerate(dry_step.reducers):
+        trials.append(runs.gradient(position, reducer in summed))
     # The tolerance depends on all gradients: a small one is rounded as those are that it is computed with.
-    size = float(np.sqrt(sum(trial.size**2 for trial in trials)))
+    squares = [trial.size**2 for trial in trials]
+    size = float(np.sqrt(sum(squares)))
     compared = []
     for variable, reducer, trial in zip(dry_step.variables, dry_step.reducers, trials):
         allowed = trial.allowed(runs.tolerance, 0.01 * runs.tolerance * size)
-        compared.append(
-            ComparedGradient(
-                variable_name(variable),
-                reducer,
-                # The small number keeps a gradient of 0 from being a divisor.
-                trial.error_of_mean / (trial.size + 1e-30),
-                is_mean=trial.is_mean(allowed),
-                is_sum=trial.is_sum(allowed),
-            )
-        )
+        # The small number keeps a gradient of 0 from being a divisor.
+        error = trial.error_of_mean / (trial.size + 1e-30)
+        is_mean = trial.is_mean(allowed)
+        is_sum = trial.is_sum(allowed)
+        name = variable_name(variable)
+        compared.append(ComparedGradient(name, reducer, error, is_mean, is_sum))
     return sorted(compared, key=lambda gradient: -gradient.error)
 
 
@@ -134,8 +142,9 @@ def are_sums_with_more(runs: Runs, other_cut: Runs) -> bool:
         other_trial = other_cut.gradient(position)
         excess = trial.sum_of_parts - trial.whole
         other_excess = other_trial.sum_of_parts - other_trial.whole
+        allowed = _CLEARLY * norm(trial.whole - excess)
         # ``not <=``, because a comparison with NaN is always false.
-        if not norm(excess - other_excess) <= _CLEARLY * norm(trial.whole - excess):
+        if not norm(excess - other_excess) <= allowed:
             return False
         has_excess = has_excess or norm(excess) > _CLEARLY * trial.size
     return has_excess
@@ -211,7 +220,8 @@ def changes(
         before = runs.before[position]
         trial = runs.change(position)
         if trial is not None:
-            allowed = trial.allowed(10 * runs.tolerance, 1e-6 * norm(before.astype(np.float64)))
+            size = norm(before.astype(np.float64))
+            allowed = trial.allowed(10 * runs.tolerance, 1e-6 * size)
             errors = list(map(trial.distance, trial.parts))
             if is_averaged:
                 errors = [trial.error_of_mean]
@@ -220,17 +230,18 @@ def changes(
                 continue
             is_sum = trial.is_sum(allowed)
         setters = setters_of(handle, dry_step.graph)
-        unlike.append(
-            Change(
-                name=variable_name(named[id(handle)]),
-                line=next(filter(None, map(where, setters)), ""),
-                is_sum=is_sum,
-                is_number=not before.shape or not np.issubdtype(before.dtype, np.floating),
-                is_averaged=is_averaged,
-                is_by_gradients=any(map(is_of_gradients, setters)),
-                position=position,
-            )
+        lines = filter(None, map(where, setters))
+        counts = not np.issubdtype(before.dtype, np.floating)
+        change = Change(
+            name=variable_name(named[id(handle)]),
+            line=next(lines, ""),
+            is_sum=is_sum,
+            is_number=not before.shape or counts,
+            is_averaged=is_averaged,
+            is_by_gradients=any(map(is_of_gradients, setters)),
+            position=position,
         )
+        unlike.append(change)
     return unlike
 
 
@@ -248,13 +259,15 @@ def _dense(gradients: Sequence) -> list[np.ndarray]:
     if not isinstance(gradients[0], (tuple, list)):
         return list(map(_wide, gradients))
     # Only rows that some run has touched are made dense: whole tables may be huge.
-    rows = np.unique(np.concatenate([np.asarray(indices) for _, indices in gradients]))
+    indices_of_runs = [np.asarray(indices) for _, indices in gradients]
+    rows = np.unique(np.concatenate(indices_of_runs))
     arrays = []
-    for slices, indices in gradients:
+    for (slices, _), indices in zip(gradients, indices_of_runs):
         array = _wide(slices)
         dense = np.zeros([len(rows), *array.shape[1:]], array.dtype)
+        positions = np.searchsorted(rows, indices)
         # Unlike an assignment by indices, it counts rows that come several times.
-        np.add.at(dense, np.searchsorted(rows, np.asarray(indices)), array)
+        np.add.at(dense, positions, array)
         arrays.append(dense)
     return arrays
 

@@ -68,13 +68,15 @@ def check(context: StepContext, batch: Any) -> str:
     if wrong:
         ranks = ""
         if len(wrong) < world.size:
-            names = [world.job.cluster.name_of(world.group.ranks[rank]) for rank in wrong]
+            ranks_of_job = [world.group.ranks[rank] for rank in wrong]
+            names = map(world.job.cluster.name_of, ranks_of_job)
             ranks = f"\nFound on {', '.join(names)}."
         raise ValueError(
             f"rank {world.job.cluster.rank}: {verdicts[wrong[0]].error}{ranks}\n"
             "(NPU_DEVICE_FIRST_STEP_CHECK=off leaves this check out.)"
         )
-    warning = next((verdict.warning for verdict in verdicts if verdict.warning), "")
+    warnings = [verdict.warning for verdict in verdicts]
+    warning = next(filter(None, warnings), "")
     if warning and world.is_main:
         _log.warning("%s", warning)
     # Set alike on all ranks, or their results would differ.
@@ -83,7 +85,8 @@ def check(context: StepContext, batch: Any) -> str:
     # The statement of a rank that could not check comes first.
     unchecked = [text for text in statements if text.startswith("not checked")]
     statement = next(iter([*unchecked, *statements]))
-    added = next((verdict.added for verdict in verdicts if verdict.added), "")
+    added_of_ranks = [verdict.added for verdict in verdicts]
+    added = next(filter(None, added_of_ranks), "")
     if added:
         statement += f"\n  sums           {added}: the ranks add up"
     return statement
@@ -123,12 +126,13 @@ def require_divisible(
 ) -> None:
     """Raise an error that says what is divided, if a step can be traced with the batch, but not with a share of it."""
     # The share is traced first: what has been traced with the batch counts as built, and wouldn't be traced again.
-    if _can_be_traced(context, spec, share) or not _can_be_traced(
-        context, spec, lambda whole: whole
-    ):
+    if _can_be_traced(context, spec, share):
+        return
+    if not _can_be_traced(context, spec, lambda whole: whole):
         return
     rank = context.world.job.cluster.rank
-    text = texts.not_samples(batch, texts.last_line(error), context.world)
+    reason = texts.last_line(error)
+    text = texts.not_samples(batch, reason, context.world)
     raise ValueError(f"rank {rank}: {text}") from error
 
 
@@ -171,7 +175,8 @@ def _examine(context: StepContext, batch: Any) -> _RankVerdict:
     samples = samples_of(batch)
     checked = checked_step(context, samples, is_repeated=True)
     verdict = _judge(context, samples, checked)
-    return verdict._replace(sums=checked.sums, added=sums_in_words(context, checked))
+    added = sums_in_words(context, checked)
+    return verdict._replace(sums=checked.sums, added=added)
 
 
 def _examine_shares(context: StepContext, batch: Any, verdict: _RankVerdict) -> _RankVerdict:
@@ -180,17 +185,19 @@ def _examine_shares(context: StepContext, batch: Any, verdict: _RankVerdict) -> 
     total = int(units_of(batch))
     count = total // max(2, context.world.size)
     # A part is as large as what a rank gets, so that a fixed size inside the step may still fit.
-    parts = [
-        Part(run_of(batch, total, first, first + count), count, 2 * count, not first)
-        for first in (0, count)
-    ]
-    dry_step = DryStep(context, start.spec_of(context.model, None, parts[0].data))
+    parts = []
+    for first in (0, count):
+        run = run_of(batch, total, first, first + count)
+        parts.append(Part(run, count, 2 * count, first == 0))
+    spec = start.spec_of(context.model, None, parts[0].data)
+    dry_step = DryStep(context, spec)
     before = dry_step.state()
     # The first share is compared with one of other samples, and with itself in reversed order, to find what depends on
     # the samples or on their order.
     [share, other_share] = dry_step.run(parts)
     [repeat, _] = dry_step.run(parts)
-    [reversed_share, _] = dry_step.run(list(map(_reversed, parts)))
+    reversed_parts = list(map(_reversed, parts))
+    [reversed_share, _] = dry_step.run(reversed_parts)
     if not findings.are_repeatable(share, repeat):
         return verdict
     tolerance = 100 * precision_of(context.model)
@@ -204,10 +211,10 @@ def _examine_shares(context: StepContext, batch: Any, verdict: _RankVerdict) -> 
         return [change for change in unlike if not change.is_number]
 
     in_order = {change.name for change in changes(reversed_share, set(named))}
-    kept_changes = [
-        replace(change, is_in_order=change.name in in_order)
-        for change in changes(other_share, set(named) - averaged)
-    ]
+    kept_changes = []
+    for change in changes(other_share, set(named) - averaged):
+        is_in_order = change.name in in_order
+        kept_changes.append(replace(change, is_in_order=is_in_order))
     # What is averaged over the ranks may differ between the shares, but not with the order of the samples.
     changed_by_order = changes(reversed_share, averaged)
     for change in changes(other_share, averaged):
@@ -215,7 +222,8 @@ def _examine_shares(context: StepContext, batch: Any, verdict: _RankVerdict) -> 
             kept_changes.append(replace(change, is_averaged=True))
     if not kept_changes:
         return verdict
-    return _RankVerdict("", texts.set_by_samples(_title(context), kept_changes[0], context.world))
+    text = texts.set_by_samples(_title(context), kept_changes[0], context.world)
+    return _RankVerdict("", text)
 
 
 def _title(context: StepContext) -> str:
@@ -232,7 +240,8 @@ def _reversed(part: Part) -> Part:
             return leaf[::-1]
         return tf.reverse(leaf, [0])
 
-    return replace(part, data=tf.nest.map_structure(reverse, part.data))
+    samples = tf.nest.map_structure(reverse, part.data)
+    return replace(part, data=samples)
 
 
 def _judge(context: StepContext, samples: Samples, checked: CheckedStep) -> _RankVerdict:
@@ -272,7 +281,8 @@ def _judge(context: StepContext, samples: Samples, checked: CheckedStep) -> _Ran
             if mixture is None and lines_of_losses:
                 mixture = Mixture(f"a loss that a layer adds, {lines_of_losses[0]}", False)
             warnings.append(texts.mixed(title, different, mixture, samples.parts, world))
-    return _RankVerdict(_statement(samples, bool(warnings)), warning="\n".join(warnings))
+    statement = _statement(samples, bool(warnings))
+    return _RankVerdict(statement, warning="\n".join(warnings))
 
 
 def _statement(samples: Samples, has_warnings: bool) -> str:
@@ -280,7 +290,8 @@ def _statement(samples: Samples, has_warnings: bool) -> str:
     verdict = "checked"
     if has_warnings:
         verdict = "checked, with a warning"
-    numbers = ", ".join(str(position + 1) for position in sorted(samples.positions))
+    counted_from_1 = [str(position + 1) for position in sorted(samples.positions)]
+    numbers = ", ".join(counted_from_1)
     sizes = " and ".join(str(part.units) for part in samples.parts)
     return (
         f"{verdict}: gradients, added losses and variables of samples {numbers} of {samples.total}, "
@@ -311,12 +322,9 @@ def _mixture(context: StepContext, samples: Samples) -> Mixture | None:
     # The search may fail, but the check itself has been made.
     except Exception:
         return None
-    return mixing.where_samples_meet(
-        dry_step.chosen,
-        whole.chosen,
-        [run.chosen for run in parts],
-        [part.units for part in samples.parts],
-    )
+    chosen_of_parts = [run.chosen for run in parts]
+    rows = [part.units for part in samples.parts]
+    return mixing.where_samples_meet(dry_step.chosen, whole.chosen, chosen_of_parts, rows)
 
 
 def _variables(context: StepContext) -> tuple[dict[int, Any], set[int]]:
@@ -326,8 +334,9 @@ def _variables(context: StepContext) -> tuple[dict[int, Any], set[int]]:
     named = _by_handle(training_state.common(model, compat.variables_of(model)))
     named.update(_by_handle(training_state.loose_variables(model)))
     # The ranks reduce the states of metrics and optimizers themselves.
-    reduced = [variable for metric in parts.metrics for variable in metric.variables]
-    for handle in _by_handle([*reduced, *training_state.optimizer_state(model)]):
+    reduced = training_state.optimizer_state(model)
+    reduced += [variable for metric in parts.metrics for variable in metric.variables]
+    for handle in _by_handle(reduced):
         named.pop(handle, None)
     return named, set(_by_handle(parts.statistics))
 
@@ -353,7 +362,8 @@ def needs_no_check(context: StepContext, batch: Any) -> bool:
     losses = context.parts.losses
     if context.is_custom or not compat.belongs_to_keras(type(model)) or not losses:
         return False
-    if not all(map(compat.computes_gradients_as_keras, training_state.optimizers(model))):
+    optimizers = training_state.optimizers(model)
+    if not all(map(compat.computes_gradients_as_keras, optimizers)):
         return False
     if not all(map(_is_well_known_loss, losses)):
         return False
@@ -362,7 +372,8 @@ def needs_no_check(context: StepContext, batch: Any) -> bool:
     if any(isinstance(leaf, tf.RaggedTensor) for leaf in tf.nest.flatten(batch)):
         return False
     # Tensors of different lengths are divided by units, of which a model may know nothing.
-    return len({int(length) for length in lengths_of(batch)}) == 1
+    lengths = set(map(int, lengths_of(batch)))
+    return len(lengths) == 1
 
 
 def _is_well_known_loss(loss: Any) -> bool:

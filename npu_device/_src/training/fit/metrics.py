@@ -189,12 +189,14 @@ class Metrics:
             else:
                 factor = self._step.fraction
             # In float64, since a large count in float32 would lose its last digit.
-            total = self._world.sum_over_ranks(tf.cast(tensor, tf.float64) * factor)
+            wide = tf.cast(tensor, tf.float64)
+            total = self._world.sum_over_ranks(wide * factor)
             return tf.cast(total, tensor.dtype)
         gathered = self._world.gather(self._step.share.counted(tensor))
         mask = getattr(argument, "_keras_mask", None)
         if mask is not None:
-            gathered._keras_mask = self._world.gather(self._step.share.counted(mask))
+            counted_mask = self._step.share.counted(mask)
+            gathered._keras_mask = self._world.gather(counted_mask)
         return gathered
 
 
@@ -219,7 +221,8 @@ def _terms_of_mean(update: _Update, fraction: tf.Tensor) -> tuple[Any, Any]:
     number = update.number
     sample_weight = update.sample_weight
     if update.number_is_sum:
-        number = tf.math.divide_no_nan(tf.cast(number, fraction.dtype), fraction)
+        number = tf.cast(number, fraction.dtype)
+        number = tf.math.divide_no_nan(number, fraction)
     # A sample weight that is a sum over the samples, or isn't known, is summed over the ranks as it is.
     if sample_weight is None or update.weight_is_sum is False:
         sample_weight = _weighted(sample_weight, fraction)

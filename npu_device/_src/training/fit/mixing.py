@@ -30,7 +30,8 @@ def setters_of(handle: Any, graph: Any) -> list:
 
 def is_of_gradients(operation: Any) -> bool:
     """Return True if an operation works on what a tape has computed."""
-    return any(_is_by_tape(tensor.op) for tensor in compat.tensors_behind(operation.inputs))
+    sources = compat.tensors_behind(operation.inputs)
+    return any(_is_by_tape(tensor.op) for tensor in sources)
 
 
 def _is_by_tape(operation: Any) -> bool:
@@ -48,7 +49,7 @@ def line_that_moves(variables: Sequence, graph: Any) -> str | None:
 
 def line_that_clips(gradients: Sequence, reduced: Sequence) -> str | None:
     """Return the line at which a step changes gradients that it hasn't reduced in a way that isn't linear, or None."""
-    reduced_ids = {id(tensor) for tensor in tf.nest.flatten(reduced, expand_composites=True)}
+    reduced_ids = set(map(id, tf.nest.flatten(reduced, expand_composites=True)))
     tensors = tf.nest.flatten(gradients, expand_composites=True)
 
     def is_reduced(tensor: Any) -> bool:
@@ -58,13 +59,15 @@ def line_that_clips(gradients: Sequence, reduced: Sequence) -> str | None:
         return is_reduced(tensor) or _is_by_tape(tensor.op)
 
     behind = compat.tensors_behind(tensors, is_reduced_or_by_tape)
-    operations = {tensor.op.name: tensor.op for tensor in behind}.values()
-    suspects = [operation for operation in operations if operation.type in _NOT_LINEAR.split()]
+    suspects = {
+        tensor.op.name: tensor.op for tensor in behind if tensor.op.type in _NOT_LINEAR.split()
+    }
     # The fewer scopes an operation is in, the nearer it is to the line of the script.
-    for suspect in sorted(suspects, key=lambda operation: len(operation.name)):
+    for name in sorted(suspects, key=len):
+        suspect = suspects[name]
         sources = compat.tensors_behind(suspect.inputs, is_reduced)
         if any(_is_by_tape(source.op) for source in sources):
-            return where(suspect) or suspect.name
+            return where(suspect) or name
     return None
 
 
@@ -73,9 +76,9 @@ def values_of_samples(graph: Any) -> list:
     the order in which they were created; without what is computed of gradients only to apply them.
     """
     operations = graph.get_operations()
-    inputs_of_tapes = [
-        tensor for operation in operations if _is_by_tape(operation) for tensor in operation.inputs
-    ]
+    inputs_of_tapes: list = []
+    for operation in filter(_is_by_tape, operations):
+        inputs_of_tapes += operation.inputs
     used = {tensor.op.name for tensor in compat.tensors_behind(inputs_of_tapes)}
     of_gradients: set[str] = set()
     tensors: list = []
@@ -128,7 +131,8 @@ def where_samples_meet(
     for tensor, value, *values_of_parts in zip(tensors, whole, *parts):
         if not _is_per_sample(tensor):
             wide = [part.astype(np.float64) for part in values_of_parts]
-            small.append((tensor, Trial(value, [], wide, weights)))
+            trial = Trial(value, [], wide, weights)
+            small.append((tensor, trial))
         elif not _is_joined(value, values_of_parts, rows):
             # A loss of Keras multiplies the value of each sample by one over the number of valid steps.
             is_of_a_sample = not compat.is_of_loss_reduction(tensor.op)
@@ -136,9 +140,10 @@ def where_samples_meet(
     mixed = {tensor.op.name for tensor, trial in small if not _is_added_up(trial)}
     for tensor, _ in small:
         # A quotient by a number of samples, for instance, makes a mean of a sum.
-        users = {
-            user.op.name for user, _ in small if any(source is tensor for source in user.op.inputs)
-        }
+        users = set()
+        for user, _ in small:
+            if any(source is tensor for source in user.op.inputs):
+                users.add(user.op.name)
         if tensor.op.name in mixed and users <= mixed:
             return Mixture(_described(tensor.op), is_of_a_sample=False)
     return None
@@ -149,15 +154,15 @@ def _is_per_sample(tensor: Any) -> bool:
 
 
 def _described(operation: Any) -> str:
-    return ", ".join(filter(None, (operation.name, where(operation))))
+    texts = (operation.name, where(operation))
+    return ", ".join(filter(None, texts))
 
 
 def _is_added_up(trial: Trial) -> bool:
     """Return whether a value is the same for all samples, or the mean or the sum over the parts."""
-    return any(
-        np.allclose(trial.whole, value, rtol=1e-3, atol=1e-6)
-        for value in (trial.mean_of_parts, trial.sum_of_parts, trial.parts[0])
-    )
+    whole = trial.whole
+    expected = (trial.mean_of_parts, trial.sum_of_parts, trial.parts[0])
+    return any(np.allclose(whole, array, rtol=1e-3, atol=1e-6) for array in expected)
 
 
 def _is_joined(whole: np.ndarray, parts: Sequence[np.ndarray], rows: Sequence[int]) -> bool:
@@ -169,10 +174,15 @@ def _is_joined(whole: np.ndarray, parts: Sequence[np.ndarray], rows: Sequence[in
         return True
     orders = [np.concatenate(parts)]
     views = len(whole) // sum(rows)
-    if views > 1 and [len(part) for part in parts] == [views * count for count in rows]:
+    lengths = [views * count for count in rows]
+    if views > 1 and list(map(len, parts)) == lengths:
         # The parts may be several views of the batch, one after the other, of which each has all samples.
-        split = [part.reshape(views, count, *whole.shape[1:]) for part, count in zip(parts, rows)]
-        orders.append(np.concatenate(split, axis=1).reshape(whole.shape))
+        split = []
+        for part, count in zip(parts, rows):
+            split.append(part.reshape(views, count, *whole.shape[1:]))
+        in_views = np.concatenate(split, axis=1)
+        orders.append(in_views.reshape(whole.shape))
     wide = whole.astype(np.float64)
-    allowed = 1e-3 * float(np.max(np.abs(wide), initial=0.0)) + 1e-9
-    return any(bool(np.all(np.abs(wide - order) <= allowed)) for order in orders)
+    largest = np.max(np.abs(wide), initial=0.0)
+    allowed = 1e-3 * float(largest) + 1e-9
+    return any(np.all(np.abs(wide - order) <= allowed) for order in orders)

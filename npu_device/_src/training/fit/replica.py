@@ -65,7 +65,8 @@ class Replica:
         self.train = Function(self.state, "train")
         self.test = Function(self.state, "test")
         self.predict = Function(self.state, "predict")
-        for name, method in {**self._methods(), _REPLICA: self}.items():
+        attributes = {**self._methods(), _REPLICA: self}
+        for name, method in attributes.items():
             # Set past Keras's own ``__setattr__``, which would track the method as something to save.
             object.__setattr__(model, name, method)
         files.save_parts_once(world, model)
@@ -107,9 +108,8 @@ class Replica:
             self.test.source = arguments.get("validation_data")
             self._set_data(arguments, "validation_data")
             are_shared = shared_data.pass_as_tensors(self.world, self.model, arguments)
-            callbacks = callbacks_of_rank(
-                self.world, self.model, arguments.get("callbacks"), self._compare_batches
-            )
+            passed = arguments.get("callbacks")
+            callbacks = callbacks_of_rank(self.world, self.model, passed, self._compare_batches)
             arguments.set("callbacks", callbacks)
             # The statement at the start gets the number of steps from them.
             self.state.callbacks = callbacks
@@ -134,9 +134,10 @@ class Replica:
             if self.train.is_first_call:
                 start.build_as_elsewhere(self.world, self.model)
                 start.synchronise(self.world, self.model, training=True)
-            weights = training_state.common(self.model, training_state.weights(self.model))
+            variables = training_state.common(self.model, training_state.weights(self.model))
+            variables += training_state.loose_variables(self.model)
             # The comparison waits for rank 0, and so for the files that rank 0 writes.
-            warn_if_different(self.world, [*weights, *training_state.loose_variables(self.model)])
+            warn_if_different(self.world, variables)
             return history
 
         return fit
@@ -282,7 +283,8 @@ def _keras_names(model: Any, method: str) -> list[str]:
     """Return the names of the parameters of Keras's own method, without ``self``."""
     keras_classes = filter(compat.belongs_to_keras, type(model).__mro__)
     defining = next(base for base in keras_classes if method in vars(base))
-    return list(inspect.signature(vars(defining)[method]).parameters)[1:]
+    parameters = inspect.signature(vars(defining)[method]).parameters
+    return list(parameters)[1:]
 
 
 # Callbacks, and what the ranks exchange at the end of each epoch.
@@ -302,9 +304,9 @@ def callbacks_of_rank(
     """Return the callbacks of ``fit`` on this rank: those that write only on rank 0, and one where the ranks meet."""
     keras = compat.keras_of(model)
     passed = _listed(callbacks)
-    kept = [
-        callback for callback in passed if world.is_main or not _is_one_of(_WRITE, callback, keras)
-    ]
+    kept = list(passed)
+    if not world.is_main:
+        kept = [callback for callback in passed if not _is_one_of(_WRITE, callback, keras)]
     for callback in passed:
         if _is_one_of(("ModelCheckpoint",), callback, keras):
             # Keras 3 would make the directory on all ranks at once; one of them fails.
@@ -331,9 +333,10 @@ def callbacks_of_rank(
         _require_equal_rates(world, [rates for _, rates in reports])
         compare_batches()
 
-    # Before callbacks write files, all ranks get the gradients that they have added up.
     calls_at_epochs = _class_of_calls(keras.callbacks.Callback)
-    kept.insert(0, calls_at_epochs(int, lambda: settle(training_state.optimizer_state(model))))
+    settling = calls_at_epochs(int, lambda: settle(training_state.optimizer_state(model)))
+    # Before callbacks write files, all ranks get the gradients that they have added up.
+    kept.insert(0, settling)
     meeting = calls_at_epochs(agree_on_first_epoch, meet)
     if not hasattr(callbacks, "callbacks"):
         return [*kept, meeting]

@@ -79,17 +79,21 @@ def pass_as_batches(world: World, model: Any, arguments: _Arguments) -> None:
     Keras keeps up to five lists of the numbers of all rows on each rank. Here, the ranks of a host share the list in
     order, and each has the shuffled one.
     """
-    x, y, sample_weight = (_tuples(arguments.get(name)) for name in _DATA[:3])
+    given = [arguments.get(name) for name in _DATA[:3]]
+    x, y, sample_weight = map(_tuples, given)
     shuffle = _or(arguments.get("shuffle"), True)
     steps = arguments.get("steps_per_epoch")
-    counts = {len(leaf) for leaf in tf.nest.flatten([x, y, sample_weight]) if leaf is not None}
+    leaves = tf.nest.flatten([x, y, sample_weight])
+    counts = {len(leaf) for leaf in leaves if leaf is not None}
     # Left to Keras, which spreads weights over outputs, shuffles within batches, or raises an error.
     is_special = sample_weight is not None and tf.nest.is_nested(y)
     if arguments.get("class_weight") or not isinstance(shuffle, bool) or is_special:
         return
-    if len(counts) != 1 or not 0 < max(counts) < 1 << 31 or (steps is not None and steps < 1):
+    if len(counts) != 1 or (steps is not None and steps < 1):
         return
     [count] = counts
+    if not 0 < count < 1 << 31:
+        return
     size = arguments.get("batch_size") or 32
     if steps and not arguments.get("batch_size"):
         size = math.ceil(count / steps)
@@ -102,7 +106,8 @@ def pass_as_batches(world: World, model: Any, arguments: _Arguments) -> None:
         batches = batches.apply(tf.data.experimental.assert_cardinality(step_count))
     else:
         # tf-keras takes the batches of all epochs from one iterator.
-        epochs = _or(arguments.get("epochs"), 1) - _or(arguments.get("initial_epoch"), 0)
+        end = _or(arguments.get("epochs"), 1)
+        epochs = end - _or(arguments.get("initial_epoch"), 0)
         batches = _batches(samples, _aliased(in_order), size, shuffle, epochs)
         arguments.set("steps_per_epoch", steps or step_count)
     changed = {"x": batches, "y": None, "sample_weight": None, "shuffle": False}
@@ -134,23 +139,25 @@ def _batches(samples: Any, in_order: Any, size: int, shuffle: bool, epochs: int)
         return in_order
 
     def cut(numbers: Any) -> tf.data.Dataset:
-        groups = tf.data.Dataset.from_tensor_slices(
-            tf.reshape(numbers[:full_rows], [count // size, size])
-        )
+        rows = tf.reshape(numbers[:full_rows], [count // size, size])
+        groups = tf.data.Dataset.from_tensor_slices(rows)
         if full_rows == count:
             return groups
-        return groups.concatenate(tf.data.Dataset.from_tensors(numbers[full_rows:]))
+        remainder = tf.data.Dataset.from_tensors(numbers[full_rows:])
+        return groups.concatenate(remainder)
 
     def picked(numbers: Any, tensors: Any) -> Any:
         return tf.nest.map_structure(lambda tensor: tf.gather(tensor, numbers), tensors)
 
-    numbers = tf.data.Dataset.range(epochs).map(drawn).prefetch(1).flat_map(cut)
-    pairs = tf.data.Dataset.zip((numbers, tf.data.Dataset.from_tensors(samples).repeat()))
+    orders = tf.data.Dataset.range(epochs).map(drawn).prefetch(1)
+    numbers = orders.flat_map(cut)
+    tensors = tf.data.Dataset.from_tensors(samples).repeat()
+    pairs = tf.data.Dataset.zip((numbers, tensors))
     options = tf.data.Options()
     options.experimental_optimization.apply_default_optimizations = False
     options.experimental_external_state_policy = tf.data.experimental.ExternalStatePolicy.IGNORE
-    batches = pairs.map(picked, num_parallel_calls=tf.data.AUTOTUNE).with_options(options)
-    return batches.prefetch(tf.data.AUTOTUNE)
+    batches = pairs.map(picked, num_parallel_calls=tf.data.AUTOTUNE)
+    return batches.with_options(options).prefetch(tf.data.AUTOTUNE)
 
 
 def _tensor(world: World, model: Any, array: Any, name: str) -> Any:

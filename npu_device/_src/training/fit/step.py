@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Callable, Optional
 
 import numpy as np
@@ -112,26 +113,28 @@ def _take(context: StepContext, batch: Any) -> Any:
 
 
 def _is_sent_as_it_is(leaf: Any) -> bool:
-    return (
-        isinstance(leaf, tf.Tensor)
-        and leaf.dtype != tf.string
-        and leaf.shape[1:].is_fully_defined()
-    )
+    if not isinstance(leaf, tf.Tensor) or leaf.dtype == tf.string:
+        return False
+    return leaf.shape[1:].is_fully_defined()
 
 
 def _broadcast_as_bytes(world: World, tensor: Any) -> Any:
     """Return rank 0's tensor: strings, or parts of sparse and ragged ones, whose sizes the other ranks don't know."""
     if tensor is None:
         return None
-    encoded = tf.io.decode_raw(tf.io.serialize_tensor(tensor), tf.uint8)
-    [length] = world.from_root([tf.size(encoded, tf.int64)])
+    serialized = tf.io.serialize_tensor(tensor)
+    encoded = tf.io.decode_raw(serialized, tf.uint8)
+    own_length = tf.size(encoded, tf.int64)
+    [length] = world.from_root([own_length])
     if not world.is_main:
         encoded = tf.zeros([length], tf.uint8)
     [sent] = world.from_root([encoded])
     # No operation makes a string of numbers, so that each byte is looked up.
     characters = tf.constant([bytes([code]) for code in range(256)])
-    text = tf.strings.reduce_join(tf.gather(characters, tf.cast(sent, tf.int32)))
-    return tf.ensure_shape(tf.io.parse_tensor(text, tensor.dtype), tensor.shape)
+    codes = tf.cast(sent, tf.int32)
+    text = tf.strings.reduce_join(tf.gather(characters, codes))
+    parsed = tf.io.parse_tensor(text, tensor.dtype)
+    return tf.ensure_shape(parsed, tensor.shape)
 
 
 # The share of this rank, and the step on it
@@ -143,7 +146,8 @@ def divide(world: World, batch: Any) -> Share:
     if is_divided(batch):
         rows = tf.cast(count_of(batch), tf.int32)
         return Share(content(batch), rows, world.sum_over_ranks(rows))
-    return share_of_batch(batch, world.rank, world.size, environment.NPU_DEVICE_DIVISION.get())
+    division = environment.NPU_DEVICE_DIVISION.get()
+    return share_of_batch(batch, world.rank, world.size, division)
 
 
 @compat.do_not_convert
@@ -154,9 +158,8 @@ def _step_on(context: StepContext, share: Share) -> Step:
 
 @compat.do_not_convert
 def _current_step(context: StepContext, share: Share) -> CurrentStep:
-    return CurrentStep(
-        share, context.is_custom, context.world.reduce, context.world.gather, context.sums
-    )
+    world = context.world
+    return CurrentStep(share, context.is_custom, world.reduce, world.gather, context.sums)
 
 
 class Step:
@@ -177,9 +180,8 @@ class Step:
             xla.compile_call(context.model, self._replaced)
         self._random_numbers: Optional[RandomNumbers] = None
         # Metrics move by the sum of the ranks' increments, moving averages by their mean.
-        increments = [
-            (variable, current.sum_factor) for variable in self._metrics.additive_variables()
-        ]
+        additive = self._metrics.additive_variables()
+        increments = [(variable, current.sum_factor) for variable in additive]
         if context.mode == "train":
             synchronize_layers(parts.layers, current, world, self._replaced)
             self._random_numbers = RandomNumbers(world, parts.generators, self._replaced)
@@ -214,10 +216,9 @@ class Step:
         if not_computable and self._world.is_main:
             self._warn_of_computed_logs(logs, [leaves[position] for position in not_computable])
         unknown = [position for position, leaf in enumerate(of_all_ranks) if leaf is None]
-        numbers = self._numbers_of_all_ranks(
-            [leaves[position] for position in unknown],
-            [are_sums[position] for position in unknown],
-        )
+        unknown_leaves = [leaves[position] for position in unknown]
+        unknown_are_sums = [are_sums[position] for position in unknown]
+        numbers = self._numbers_of_all_ranks(unknown_leaves, unknown_are_sums)
         for position, number in zip(unknown, numbers):
             of_all_ranks[position] = number
         return tf.nest.pack_sequence_as(logs, of_all_ranks)
@@ -228,25 +229,29 @@ class Step:
         if isinstance(logs, dict):
             ids = set(map(id, leaves))
             names = [repr(name) for name, leaf in logs.items() if id(leaf) in ids]
-        _log.warning(
-            _COMPUTED_LOGS_WARNING, type(self._context.model).__name__, ", ".join(names) or "logs"
-        )
+        class_name = type(self._context.model).__name__
+        _log.warning(_COMPUTED_LOGS_WARNING, class_name, ", ".join(names) or "logs")
 
     def _numbers_of_all_ranks(self, leaves: Sequence, are_sums: Sequence[bool | None]) -> list:
         """Return scalars of the logs of all ranks: sums are summed, other numbers averaged by samples."""
         numbers = list(map(_float_as_tensor, leaves))
         # By position; sent together, since each contribution is a single number.
         contributions: dict[int, tf.Tensor] = {}
-        for position, (number, is_sum) in enumerate(zip(numbers, are_sums)):
+        for position, number in enumerate(numbers):
             # Whatever else is in the logs stays as it is on this rank.
             if not tf.is_tensor(number) or number.shape.rank != 0:
                 continue
-            if is_sum and (number.dtype.is_floating or number.dtype.is_integer):
-                contributions[position] = tf.cast(number, tf.float64) * self._current.sum_factor
-            elif number.dtype.is_floating:
-                contributions[position] = tf.cast(number, tf.float64) * self._current.fraction
+            dtype = number.dtype
+            if are_sums[position] and (dtype.is_floating or dtype.is_integer):
+                factor = self._current.sum_factor
+            elif dtype.is_floating:
+                factor = self._current.fraction
+            else:
+                continue
+            contributions[position] = tf.cast(number, tf.float64) * factor
         if contributions:
-            totals = tf.unstack(self._world.sum_over_ranks(tf.stack(list(contributions.values()))))
+            packed = tf.stack(list(contributions.values()))
+            totals = tf.unstack(self._world.sum_over_ranks(packed))
             for position, total in zip(contributions, totals):
                 numbers[position] = tf.cast(total, numbers[position].dtype)
         return numbers
@@ -261,6 +266,26 @@ def _float_as_tensor(leaf: Any) -> Any:
 # Variables that are reduced by their increments
 
 
+@dataclass
+class _Group:
+    """Variables of one dtype and one factor, and their values before the step.
+
+    Packed into one tensor, since operations for each of hundreds of variables would cost more than the step.
+    """
+
+    dtype: tf.DType
+    factor: Any
+    members: list = field(default_factory=list)
+    start: Any = None
+
+    def begin(self) -> None:
+        self.start = _packed(self.members)
+
+    def increment(self) -> tf.Tensor:
+        """Return what the step has added to the variables, times the factor."""
+        return _weighted(_packed(self.members) - self.start, self.factor)
+
+
 class Increments:
     """The values of variables before a step, so that their increments, times factors, can be summed after it."""
 
@@ -268,41 +293,38 @@ class Increments:
         self, variables: Sequence[tuple[Any, Any]], sum_over_ranks: Callable[[tf.Tensor], tf.Tensor]
     ) -> None:
         self._sum_over_ranks = sum_over_ranks
-        groups: dict[tuple[tf.DType, int], list] = {}
-        # By identity: ``CurrentStep`` always returns the same objects for them.
-        factors = {id(factor): factor for _, factor in variables}
+        groups: dict[tuple[tf.DType, int], _Group] = {}
         for variable, factor in variables:
-            groups.setdefault((tf.as_dtype(variable.dtype), id(factor)), []).append(variable)
-        # Packed into one tensor, since operations for each of hundreds of variables would cost more than the step.
-        self._groups = [
-            (dtype, members, factors[key], _packed(members))
-            for (dtype, key), members in groups.items()
-        ]
+            dtype = tf.as_dtype(variable.dtype)
+            # ``CurrentStep`` returns the same object each time it is asked for a factor.
+            key = (dtype, id(factor))
+            group = groups.setdefault(key, _Group(dtype, factor))
+            group.members.append(variable)
+        self._groups = list(groups.values())
+        for group in self._groups:
+            group.begin()
 
     def reduce(self) -> None:
         """Give each variable its value before the step plus the sum of all ranks' increments."""
         # One reduction for each dtype, since the factors are applied before it.
-        for dtype in dict.fromkeys(dtype for dtype, *_ in self._groups):
-            groups = [group for group in self._groups if group[0] == dtype]
-            increments = [
-                _weighted(_packed(members) - start, factor) for _, members, factor, start in groups
-            ]
-            starts = tf.concat([start for *_, start in groups], axis=0)
+        for dtype in dict.fromkeys(group.dtype for group in self._groups):
+            groups = [group for group in self._groups if group.dtype == dtype]
+            increments = [group.increment() for group in groups]
+            starts = tf.concat([group.start for group in groups], axis=0)
             total = starts + self._sum_over_ranks(tf.concat(increments, axis=0))
-            members = [member for _, members, *_ in groups for member in members]
+            members = [member for group in groups for member in group.members]
             sizes = [tf.TensorShape(member.shape).num_elements() for member in members]
             for member, flat in zip(members, tf.split(total, sizes)):
                 member.assign(_reshaped(flat, member.shape))
         # The next increments begin here, for a step that reads results halfway.
-        self._groups = [
-            (dtype, members, factor, _packed(members)) for dtype, members, factor, _ in self._groups
-        ]
+        for group in self._groups:
+            group.begin()
 
 
 def _packed(variables: Sequence) -> tf.Tensor:
     """Return the values of variables of one dtype, one after the other."""
-    flat = [_reshaped(tf.convert_to_tensor(variable), [-1]) for variable in variables]
-    return tf.concat(flat, axis=0)
+    tensors = map(tf.convert_to_tensor, variables)
+    return tf.concat([_reshaped(tensor, [-1]) for tensor in tensors], axis=0)
 
 
 def _reshaped(tensor: tf.Tensor, shape: Any) -> tf.Tensor:
@@ -329,9 +351,10 @@ def _gather(world: World, share: Share, outputs: Any) -> Any:
     """Return all ranks' predictions in the order of the batch; None if there isn't one per sample."""
     leaves = tf.nest.flatten(outputs)
     for leaf in leaves:
-        dense = isinstance(leaf, tf.Tensor) and (
-            leaf.dtype.is_floating or leaf.dtype.is_integer or leaf.dtype.is_bool
-        )
-        if not dense or leaf.shape.rank == 0:
+        if not isinstance(leaf, tf.Tensor) or leaf.shape.rank == 0:
             return None
-    return tf.nest.pack_sequence_as(outputs, [world.gather(share.counted(leaf)) for leaf in leaves])
+        dtype = leaf.dtype
+        if not (dtype.is_floating or dtype.is_integer or dtype.is_bool):
+            return None
+    gathered = [world.gather(share.counted(leaf)) for leaf in leaves]
+    return tf.nest.pack_sequence_as(outputs, gathered)

@@ -32,14 +32,13 @@ def reduce_in_each_step() -> None:
 
 def accumulates(optimizer: Any, reduction: str) -> bool:
     """Return whether the ranks add up the gradients of an optimizer by themselves, and reduce the sum by a mean."""
+    if _modes["reduces in each step"] or compat.accumulation_steps(optimizer) <= 1:
+        return False
     # A session's graph has no place for what is between two runs.
-    return (
-        reduction in ("sum", "mean")
-        and compat.accumulation_steps(optimizer) > 1
-        and not _modes["reduces in each step"]
-        and tf.compat.v1.executing_eagerly_outside_functions()
-        and tf.distribute.get_strategy().num_replicas_in_sync == 1
-    )
+    if not tf.compat.v1.executing_eagerly_outside_functions():
+        return False
+    replica_count = tf.distribute.get_strategy().num_replicas_in_sync
+    return reduction in ("sum", "mean") and replica_count == 1
 
 
 def note_accumulators(world: World, optimizer: Any) -> None:
@@ -87,10 +86,9 @@ def accumulate(
     accumulators = compat.accumulators_of(optimizer, [variables[position] for position in late])
     dense = [tf.convert_to_tensor(contributions[position]) for position in late]
     gradients = list(contributions)
-    for position, reduced in zip(
-        early, _reduced_now([contributions[index] for index in early], reduce)
-    ):
-        gradients[position] = reduced
+    reduced_now = _reduced_now([contributions[position] for position in early], reduce)
+    for position, gradient in zip(early, reduced_now):
+        gradients[position] = gradient
     if owners is not None:
         reduce = functools.partial(reduce, owners=[owners[position] for position in late])
     reduced_late = _reduced_in_update(optimizer, dense, accumulators, reduce)
@@ -168,7 +166,8 @@ def _choose_for_sparse(
     for variable, rows_by_rank in zip(new, zip(*gather_rows(rows))):
         # Every rank gets the rows of all ranks. A dense sum is sent and received once.
         sparse_rows = steps * sum(rows_by_rank)
-        waits_for_update[id(variable)] = all(rows_by_rank) and sparse_rows > 2 * variable.shape[0]
+        dense_rows = 2 * variable.shape[0]
+        waits_for_update[id(variable)] = all(rows_by_rank) and sparse_rows > dense_rows
 
 
 def _reduced_now(contributions: Sequence[Gradient], reduce: _Reduce) -> list[Gradient]:

@@ -20,14 +20,17 @@ def with_nan_unless(agreed: tf.Tensor, gradients: Sequence) -> list:
     """Return gradients, of which one is NaN if the ranks haven't agreed that all are finite."""
     gradients = list(gradients)
     positions = [position for position, gradient in enumerate(gradients) if gradient is not None]
+
+    def size(position: int) -> int:
+        shape = dense_of(gradients[position]).shape
+        return shape.num_elements() or sys.maxsize
+
+    def nan_unless_agreed(values: tf.Tensor) -> tf.Tensor:
+        return tf.where(agreed, values, float("nan"))
+
     # NaN in one gradient is enough, and the smallest is the cheapest to replace.
-    smallest = min(
-        positions,
-        key=lambda position: dense_of(gradients[position]).shape.num_elements() or sys.maxsize,
-    )
-    gradients[smallest] = with_values(
-        gradients[smallest], lambda values: tf.where(agreed, values, float("nan"))
-    )
+    smallest = min(positions, key=size)
+    gradients[smallest] = with_values(gradients[smallest], nan_unless_agreed)
     return gradients
 
 
@@ -47,25 +50,25 @@ def checked(
     def fault_of(gradient: Any) -> tf.Tensor:
         """Return 0 if a gradient is finite, 1 if it is infinite, 2 if it has NaN: int32, shape []."""
         values = dense_of(gradient)
-        nan = tf.reduce_any(tf.math.is_nan(values))
-        return tf.where(nan, 2, tf.where(tf.reduce_all(tf.math.is_finite(values)), 0, 1))
+        has_nan = tf.reduce_any(tf.math.is_nan(values))
+        is_finite = tf.reduce_all(tf.math.is_finite(values))
+        return tf.where(has_nan, 2, tf.where(is_finite, 0, 1))
 
     def report() -> tf.Tensor:
-        faults_of_ranks = all_gather(
-            world.job,
-            tf.stack([fault_of(own_gradients[position]) for position in positions]),
-            world.group,
-        )
+        own_faults = [fault_of(own_gradients[position]) for position in positions]
+        faults_of_ranks = all_gather(world.job, tf.stack(own_faults), world.group)
 
         def tell(faults_of_ranks: Any, steps: Any) -> list:
-            raise RuntimeError(
-                _text(world, int(steps), names, faults_of_ranks.reshape(world.size, -1))
-            )
+            faults = faults_of_ranks.reshape(world.size, -1)
+            raise RuntimeError(_text(world, int(steps), names, faults))
 
-        return call_now(tell, [faults_of_ranks, steps], [tf.TensorSpec([], tf.int64)])[0]
+        number = tf.TensorSpec([], tf.int64)
+        [returned] = call_now(tell, [faults_of_ranks, steps], [number])
+        return returned
 
     # Only after a fault do the ranks exchange which gradients have it.
-    good = tf.cond(all_finite(reduced), lambda: tf.constant(0, tf.int64), report)
+    are_finite = all_finite(reduced)
+    good = tf.cond(are_finite, lambda: tf.constant(0, tf.int64), report)
     # Waited for, or variables would be updated before the error.
     with tf.control_dependencies([good]):
         return [with_values(gradient, tf.identity) for gradient in reduced]

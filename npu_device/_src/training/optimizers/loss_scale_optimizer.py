@@ -143,7 +143,8 @@ def unscaled(gradient: Any, scale: tf.Tensor) -> Any:
 
 def on_all_ranks(finite: tf.Tensor) -> tf.Tensor:
     """Return whether it is so on every rank; each has to call this."""
-    return tf.cast(all_reduce(tf.cast(finite, tf.int32), "min", fusion=0), tf.bool)
+    number = tf.cast(finite, tf.int32)
+    return tf.cast(all_reduce(number, "min", fusion=0), tf.bool)
 
 
 def _discard(result: object) -> None:
@@ -323,7 +324,8 @@ class _Keras3Family(_KerasFamily):
         grow = good >= self.dynamic_growth_steps
         larger = tf.where(scale < _LARGEST / _FACTOR, scale * _FACTOR, scale)
         smaller = tf.maximum(scale / _FACTOR, 1.0)
-        self.dynamic_scale.assign(tf.where(finite, tf.where(grow, larger, scale), smaller))
+        if_finite = tf.where(grow, larger, scale)
+        self.dynamic_scale.assign(tf.where(finite, if_finite, smaller))
         self.step_counter.assign(tf.where(grow, zero, good))
 
     def get_config(self) -> dict[str, Any]:
@@ -355,7 +357,8 @@ class _TfKerasFamily(_KerasFamily):
                 self.inner_optimizer.build(variables)
 
         def apply(gradients: Any) -> None:
-            self.inner_optimizer.apply_gradients(list(zip(gradients, variables)), *args, **kwargs)
+            inner_pairs = list(zip(gradients, variables))
+            self.inner_optimizer.apply_gradients(inner_pairs, *args, **kwargs)
 
         self._step([gradient for gradient, _ in pairs], variables, apply)
         return self.iterations

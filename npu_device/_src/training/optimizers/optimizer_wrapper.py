@@ -169,9 +169,8 @@ class GradientReducer:
         """Divide the updates of the optimizer among the ranks, if that is asked for and the result is the same."""
         self.requests_divided_update = requested
         if _is_requested(requested):
-            self.divided_update = divided_update(
-                self._world, optimizer, self.options, self.accumulates(optimizer)
-            )
+            adds_up = self.accumulates(optimizer)
+            self.divided_update = divided_update(self._world, optimizer, self.options, adds_up)
 
     def stop_dividing_updates(self, reason: str) -> None:
         """Make all updates on each rank, after a message on the first one."""
@@ -222,25 +221,24 @@ class GradientReducer:
 
     def remember(self, reduced: Iterable[Gradient]) -> None:
         """Take gradients for reduced, however often they come."""
-        self._reduced = [
-            weakref.ref(dense_of(gradient)) for gradient in reduced if gradient is not None
-        ]
+        dense = [dense_of(gradient) for gradient in reduced if gradient is not None]
+        self._reduced = list(map(weakref.ref, dense))
 
     def reduce_once(
         self, optimizer: Any, gradients: Sequence[Gradient], owners: Owners = None
     ) -> list[Gradient]:
         """Reduce gradients, but pass through those that ``reduce`` has just returned or that are being applied."""
-        # A loss-scale optimizer reduces them first, and has its inner optimizer apply them later, if they are finite.
-        origins = {
-            origin_of(gradient)
-            for reference in self._reduced
-            if (gradient := reference()) is not None
-        }
-        dense = [dense_of(gradient) for gradient in gradients if gradient is not None]
         # Keras 3's ``apply_gradients`` calls ``apply``, which comes here once more.
-        if self._applying is not None or (
-            dense and all(origin_of(gradient) in origins for gradient in dense)
-        ):
+        if self._applying is not None:
+            return list(gradients)
+        # A loss-scale optimizer reduces them first, and has its inner optimizer apply them later, if they are finite.
+        origins = set()
+        for reference in self._reduced:
+            gradient = reference()
+            if gradient is not None:
+                origins.add(origin_of(gradient))
+        dense = [dense_of(gradient) for gradient in gradients if gradient is not None]
+        if dense and all(origin_of(gradient) in origins for gradient in dense):
             return list(gradients)
         return self.reduce(optimizer, gradients, owners)
 
@@ -363,7 +361,8 @@ class GradientReducer:
     def agree(self, finite: tf.Tensor) -> tf.Tensor:
         """Return whether the gradients of all ranks are finite, given whether those of this one are: bool, shape []."""
         number = tf.cast(finite, tf.int32)
-        return tf.cast(all_reduce(self._world.job, number, "min", self._world.group), tf.bool)
+        least = all_reduce(self._world.job, number, "min", self._world.group)
+        return tf.cast(least, tf.bool)
 
     def _reduced_or_accumulated(
         self, optimizer: Any, gradients: list, variables: list, owners: Owners = None
@@ -394,7 +393,7 @@ class GradientReducer:
 
     def _all_finite_or_none(self, gradients: list) -> list:
         """Return gradients for a loss-scale optimizer: if those of a rank aren't finite, one isn't on any rank."""
-        if self._applying is not None or not any(gradient is not None for gradient in gradients):
+        if self._applying is not None or all(gradient is None for gradient in gradients):
             return gradients
         return with_nan_unless(self.agree(all_finite(gradients)), gradients)
 
@@ -435,9 +434,10 @@ class GradientReducer:
         if not can_compare():
             return
         self._audit = self._audit or Audit(self._world, not self._has_compared)
-        updated = [
-            variable for gradient, variable in zip(gradients, variables) if gradient is not None
-        ]
+        updated = []
+        for gradient, variable in zip(gradients, variables):
+            if gradient is not None:
+                updated.append(variable)
         self._audit.step(updated, optimizer, self._pair)
         self._pair = None
 

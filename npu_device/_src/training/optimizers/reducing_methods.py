@@ -56,7 +56,8 @@ def _apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) 
     gradients, variables = _lists(grads_and_vars)
 
     def apply_by_class(reduced: Any, variables: Any) -> Any:
-        return type(self).apply_gradients(self, list(zip(reduced, variables)), *args, **kwargs)
+        pairs = list(zip(reduced, variables))
+        return type(self).apply_gradients(self, pairs, *args, **kwargs)
 
     return getattr(self, REDUCER).apply(self, apply_by_class, gradients, variables)
 

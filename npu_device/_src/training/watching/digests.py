@@ -62,7 +62,10 @@ def differences(
     cluster: Cluster, ranks: Sequence[int], names: Sequence[str], values: Sequence[Sequence]
 ) -> tuple[list[int], str] | None:
     """Return the positions of variables whose values (of each rank, in order) differ, and a text; None if none do."""
-    positions = [number for number, row in enumerate(zip(*values)) if len(set(row)) > 1]
+    positions = []
+    for position, values_of_ranks in enumerate(zip(*values)):
+        if len(set(values_of_ranks)) > 1:
+            positions.append(position)
     if not positions:
         return None
     different = [names[position] for position in positions]
@@ -73,7 +76,8 @@ def differences(
             value = f"digest {value:08x}"
         texts[rank] = f"{value} of {different[0]}"
     title = f"{len(positions)} of {len(names)} variables ({named(different)}):"
-    return positions, "\n".join([title, *cluster.lines(texts, SHOWN_RANKS)])
+    lines = cluster.lines(texts, SHOWN_RANKS)
+    return positions, "\n".join([title, *lines])
 
 
 def different_start(
@@ -108,12 +112,15 @@ def _rows_of_all(
 ) -> list[_Row]:
     """Post checksums of variables at some times; return those of all ranks on the last one, [] on the others."""
     try:
-        answers = job.store.post(name, list(map(list, zip(*checksums))))
+        own_row = list(map(list, zip(*checksums)))
+        answers = job.store.post(name, own_row)
     except ClusterError:
         # The next collective raises the error of a lost rank.
         return []
     rows = [answers[rank] for rank in sorted(answers)]
-    if len(rows) < job.cluster.world_size or any(len(row) != len(names) for row in rows):
+    if len(rows) < job.cluster.world_size:
+        return []
+    if any(len(row) != len(names) for row in rows):
         return []
     return rows
 

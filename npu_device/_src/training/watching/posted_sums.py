@@ -79,7 +79,10 @@ class PostedSums:
             if watched.values_before:
                 starts = watched.values_before
                 changes = [change - start for change, start in zip(changes, starts)]
-            sums = [[float(change.sum()), float(np.abs(change).sum())] for change in changes]
+            sums = []
+            for change in changes:
+                sum_of_sizes = np.abs(change).sum()
+                sums.append([float(change.sum()), float(sum_of_sizes)])
             return self._compare(watched, step, sums, unreduced)
         return NEVER
 
@@ -113,7 +116,8 @@ class PostedSums:
         """
         posts = self._posts.setdefault(signature, deque(maxlen=_MOST_POSTS))
         # Zeros or infinities are the same on all ranks, and tell nothing.
-        if watched.posted is None and np.any(sums) and np.all(np.isfinite(sums)):
+        tells_something = np.any(sums) and np.all(np.isfinite(sums))
+        if watched.posted is None and tells_something:
             watched.posted = Post(step, sums)
             posts.append(watched.posted)
         # Signatures come from shapes, of which a script may make any number.
@@ -158,9 +162,8 @@ class PostedSums:
         it has been made equal, nothing was reduced. If it never is, ``last_word`` names it.
         """
         calls = self._job.made(ReducedTensors).calls
-        return calls == 0 or all(
-            self._last_word.calls_before(number) == calls for number in watched.trained
-        )
+        calls_before = map(self._last_word.calls_before, watched.trained)
+        return calls == 0 or all(number == calls for number in calls_before)
 
 
 def _distinct(sums_by_rank: SumsByRank) -> SumsByRank:

@@ -78,7 +78,8 @@ def assign_from_root(world: World, variables: Sequence, root_rank: int = 0) -> A
     """Set variables to the values of the root; return the operation in a graph for a session, else None. What only one
     rank holds gets what the root has assigned to it, if that has.
     """
-    shares = [getattr(slot, compat.SHARE) for slot in variables if compat.is_apart(slot)]
+    slots_apart = filter(compat.is_apart, variables)
+    shares = [getattr(slot, compat.SHARE) for slot in slots_apart]
     variables = [variable for variable in variables if not compat.is_apart(variable)]
     variables = to_be_equal(world, variables)
     sent = world.from_root([value_of(variable) for variable in variables], root_rank)
@@ -87,7 +88,8 @@ def assign_from_root(world: World, variables: Sequence, root_rank: int = 0) -> A
         for share in shares:
             share.settle(world.group.ranks[root_rank])
     note_equal(world, variables)
-    return fetchable([variable.assign(tensor) for variable, tensor in zip(variables, sent)])
+    assignments = [variable.assign(tensor) for variable, tensor in zip(variables, sent)]
+    return fetchable(assignments)
 
 
 def assign_from_owners(world: World, variables: Sequence, owners: Sequence[int]) -> Any:
@@ -101,11 +103,10 @@ def assign_from_owners(world: World, variables: Sequence, owners: Sequence[int])
             tensors.append(tf.TensorSpec(variable.shape, variable.dtype))
     sent = broadcast_from_owners(world.job, tensors, owners, world.group)
     note_equal(world, variables)
-    assignments = [
-        variable.assign(tensor)
-        for variable, tensor, owner in zip(variables, sent, owners)
-        if owner != world.rank
-    ]
+    assignments = []
+    for variable, tensor, owner in zip(variables, sent, owners):
+        if owner != world.rank:
+            assignments.append(variable.assign(tensor))
     return fetchable([*assignments, *sent[:1]])
 
 
@@ -142,15 +143,18 @@ def make_equal_behind(
     graph knows which trainable variables it has read. Those of one shape and dtype are compared, once, if there are as
     many of them as gradients; otherwise some may belong to this rank alone.
     """
-    symbolic = [tensor for tensor in map(dense_of, gradients) if tf.is_symbolic_tensor(tensor)]
+    symbolic = list(filter(tf.is_symbolic_tensor, map(dense_of, gradients)))
     if not any(tensor.op.name.startswith(_TAPE) for tensor in symbolic):
         return None
     # The names of the operations from which the gradients are computed, and of those that they are gradients of. What
     # has nothing to do with them is left out: one rank may read it alone, to look at it.
     sources = compat.tensors_behind(symbolic, lambda tensor: tensor.dtype == tf.resource)
     names = {tensor.op.name for tensor in sources}
-    forward = {name[len(_TAPE) :].rpartition("/")[0] for name in names if name.startswith(_TAPE)}
-    needed = names | forward
+    needed = set(names)
+    for name in names:
+        if name.startswith(_TAPE):
+            forward, _, _ = name[len(_TAPE) :].rpartition("/")
+            needed.add(forward)
 
     def is_needed(handle: Any) -> bool:
         # A gradient may name the operation that uses the value, and not the read.
@@ -204,8 +208,8 @@ def _differences(world: World, variables: Sequence) -> tuple[list[int], str] | N
     except (tf.errors.OpError, NotImplementedError):
         own_digests = []
     answers = world.objects(own_digests, "digests of variables")
-    shapes = [[(shape, dtype) for shape, dtype, _ in row] for row in answers]
-    if any(signature != shapes[0] for signature in shapes):
+    signatures = [[digest[:2] for digest in row] for row in answers]
+    if any(signature != signatures[0] for signature in signatures):
         # The reduction itself names the shapes that differ.
         return None
     checksums = [[number for _, _, number in row] for row in answers]
