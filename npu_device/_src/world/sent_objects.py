@@ -178,7 +178,8 @@ def _array(name: str, shape: list[int], text: str) -> np.ndarray:
     if dtype.hasobject or not dtype.itemsize:
         raise ValueError("no numbers")
     data = base64.b64decode(text, validate=True)
-    if len(data) != math.prod(shape) * dtype.itemsize or min(shape, default=0) < 0:
+    size = math.prod(shape) * dtype.itemsize
+    if len(data) != size or min(shape, default=0) < 0:
         raise ValueError("not as many numbers")
     # Copied, as the buffer can't be written to.
     return np.frombuffer(data, dtype).reshape(shape).copy()

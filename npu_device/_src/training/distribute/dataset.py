@@ -140,11 +140,8 @@ def _compare_shuffles(job: Job, dataset: Any) -> None:
         rows = {}
         for rank in sorted(answers):
             rows[rank] = f"seed {', '.join(str(pair[1]) for pair in answers[rank])}"
-        _log.warning(
-            _TEXT,
-            "with another seed on each rank:\n",
-            "\n".join(job.cluster.lines(rows, SHOWN_RANKS)),
-        )
+        lines = "\n".join(job.cluster.lines(rows, SHOWN_RANKS))
+        _log.warning(_TEXT, "with another seed on each rank:\n", lines)
 
 
 _TEXT = (

@@ -12,7 +12,7 @@ import tensorflow as tf
 from npu_device._src import compat
 from npu_device._src.collectives.dtypes import mean_dtype
 from npu_device._src.collectives.group import WORLD_GROUP
-from npu_device._src.gradients.reduction import ReductionOptions, reduce_list, weighted, with_values
+from npu_device._src.gradients.reduction import ReductionOptions, weighted, with_values
 from npu_device._src.training.distribute.synchronized_layers import note_reduced
 from npu_device._src.training.opening.current_world import current_world
 from npu_device._src.training.watching.applied_gradients import AppliedGradients
@@ -93,7 +93,7 @@ def all_reduce(
     elif may_be_gradients:
         reduced = reduce_by_hand(world, tf.nest.flatten(values), tensors, options)
     else:
-        reduced = reduce_list(world.job, tensors, options, world.group)
+        reduced = world.reduce(tensors, options)
         watch_reduction(world, tf.nest.flatten(values), tensors, reduced, options)
     return tf.nest.pack_sequence_as(values, reduced)
 
@@ -107,9 +107,7 @@ def reduce_by_hand(
 ) -> list:
     """Reduce what may be gradients: ``values`` of the script, as ``tensors``; before, compare the ranks' variables."""
     variables = make_equal_behind(world, tensors, level)
-    reduced = reduce_compared(
-        world, tensors, lambda: reduce_list(world.job, tensors, options, world.group)
-    )
+    reduced = reduce_compared(world, tensors, lambda: world.reduce(tensors, options))
     pair = watch_reduction(world, values, tensors, reduced, options)
     if variables is not None:
         audit_loop(world, variables, pair)
@@ -212,4 +210,5 @@ def all_gather(tensor: Any) -> Any:
         )
     if step is None:
         return world.gather(tensor)
-    return step.exchanged(step.gather(step.to_exchange(step.share.counted(tensor))))
+    samples = step.to_exchange(step.share.counted(tensor))
+    return step.exchanged(step.gather(samples))

@@ -181,7 +181,8 @@ class SynchronizedLayers:
             # In a step of ``fit``, a rank without samples works on rows that don't count.
             if step is not None:
                 wide *= tf.cast(step.sum_factor, wide.dtype)
-            total = tf.reshape(exchange(tf.reshape(wide, [-1])), tf.shape(wide))
+            exchanged = exchange(tf.reshape(wide, [-1]))
+            total = tf.reshape(exchanged, tf.shape(wide))
             return tf.cast(total, own.dtype)
 
         return tf.nest.map_structure(of_all_ranks, sums)
@@ -208,7 +209,8 @@ class SynchronizedLayers:
         # Each layer is named once.
         self._told.update(alone + traced)
         if alone:
-            _log.warning(_ALONE, ", ".join(sorted(repr(layer.name) for layer in alone)))
+            layer_names = [repr(layer.name) for layer in alone]
+            _log.warning(_ALONE, ", ".join(sorted(layer_names)))
         if traced:
             names = {layer.name: ", ".join(self._traced[layer]) for layer in traced}
             places = [f"{layer!r} in {functions}" for layer, functions in sorted(names.items())]
@@ -233,7 +235,9 @@ class SynchronizedLayers:
         # A function that has called one of the layers keeps the graph that was traced before. Only a new trace would
         # change that, so the next reduction warns.
         functions = compat.functions_that_update(layer.moving_mean for layer in called)
-        self._traced.update((layer, names) for layer, names in zip(called, functions) if names)
+        for layer, names in zip(called, functions):
+            if names:
+                self._traced[layer] = names
         # Reductions of the same shapes may have been checked before.
         self._checked.clear()
 

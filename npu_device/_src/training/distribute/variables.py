@@ -243,7 +243,9 @@ def grouping_broadcast(variables: Any) -> Any:
     if world is None:
         return variables
     variables = list(variables)
-    owners = [owner for owner, share in enumerate(shares(variables, world.size)) for _ in share]
+    owners = []
+    for owner, share in enumerate(shares(variables, world.size)):
+        owners += [owner] * len(share)
     return assign_from_owners(world, variables, owners)
 
 

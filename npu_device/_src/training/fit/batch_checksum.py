@@ -45,7 +45,8 @@ def _checksum(tensor: tf.Tensor) -> tf.Tensor | int:
         return 0
     flat = tf.reshape(tensor, [-1])
     # Elements are skipped, since reading all of a large batch would cost more than the step of a small model.
-    flat = flat[:: tf.maximum(tf.size(flat) // _SAMPLE, 1)]
+    distance = tf.maximum(tf.size(flat) // _SAMPLE, 1)
+    flat = flat[::distance]
     if flat.dtype == tf.string:
         flat = tf.strings.to_hash_bucket_fast(flat, 1 << 31)
     elif flat.dtype.is_floating:
@@ -53,4 +54,5 @@ def _checksum(tensor: tf.Tensor) -> tf.Tensor | int:
         # are lost.
         flat = tf.bitcast(tf.cast(flat, tf.float32), tf.int32)
     # Each value counts with a weight of its position, so that the order counts.
-    return tf.reduce_sum(tf.cast(flat, tf.int64) * (2 * tf.range(tf.size(flat, tf.int64)) + 1))
+    weights = 2 * tf.range(tf.size(flat, tf.int64)) + 1
+    return tf.reduce_sum(tf.cast(flat, tf.int64) * weights)

@@ -115,8 +115,9 @@ class DataFlow:
             if not call.is_function:
                 continue
             for reach in map(inner.reach, inner.decisions()):
+                arguments = call.arguments(reach.inputs)
                 # The function may be given samples, by which it decides on each rank anyway.
-                if reach.draws and not self.reach(call.arguments(reach.inputs)).samples:
+                if reach.draws and not self.reach(arguments).samples:
                     draws |= reach.draws
         return draws
 

@@ -59,14 +59,14 @@ def draws_of(
     draws = []
     for operation in graph.get_operations()[start:]:
         if is_draw(operation):
+            name = _name(operation)
             common = reasons.of(operation)
-            draws.append(
-                Draw(_name(operation), is_stateful(operation), common, operation=operation)
-            )
+            draws.append(Draw(name, is_stateful(operation), common, operation=operation))
     deciding = flow.draws_deciding_inside()
     for operation in flow.draws_inside():
+        name = _name(operation)
         decides_alone = operation.name in deciding
-        draws.append(Draw(_name(operation), is_stateful(operation), "", decides_alone, operation))
+        draws.append(Draw(name, is_stateful(operation), "", decides_alone, operation))
     return draws
 
 
@@ -78,7 +78,8 @@ class _Reasons:
     ) -> None:
         self._flow = flow
         self._weight_shapes = weight_shapes
-        self._rows = {tensor.shape[0] for tensor in samples if tensor.shape.rank} - {None}
+        lengths = {tensor.shape[0] for tensor in samples if tensor.shape.rank}
+        self._rows = lengths - {None}
         self._deciding = flow.draws_behind(flow.decisions())
         self._assigned: set[str] | None = None  # draws that variables are set to; seldom asked for
 

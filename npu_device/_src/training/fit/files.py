@@ -112,7 +112,8 @@ class Saves:
                 del self._saves[next(iter(self._saves))]
             save = self._saves[path] = _Save((collectives, count))
         try:
-            if not any(self._is_written_by(rank, path, save.moment) for rank in self._writers()):
+            moment = save.moment
+            if not any(self._is_written_by(rank, path, moment) for rank in self._writers()):
                 save.wrote = True
                 return write()
         except BaseException as error:
@@ -166,7 +167,8 @@ class Saves:
         """Return the ranks that may write for this one, in the order in which they are asked."""
         hosts = self._job.cluster.hosts
         # Ranks wait for lower ones only, so that no two ever wait for each other.
-        return [rank for rank in sorted({0, hosts.index(hosts[self._rank])}) if rank < self._rank]
+        first_of_host = hosts.index(hosts[self._rank])
+        return [rank for rank in sorted({0, first_of_host}) if rank < self._rank]
 
     def _is_written_by(self, writer: int, path: str, moment: _Moment) -> bool:
         """Wait for the save of another rank; return True if it has written the path where this rank sees it."""
@@ -211,7 +213,8 @@ class Saves:
 
     def _ask(self, rank: int, topic: str, body: list, seconds: float) -> Any:
         question = [*body, next(self._numbers)]
-        return self._job.health.ask(topic, question, [rank], seconds).get(rank)
+        answers = self._job.health.ask(topic, question, [rank], seconds)
+        return answers.get(rank)
 
     def _sees_files_of(self, writer: int, path: str) -> bool:
         """Return True if this rank sees the same directory as another one: a new file of the one appears to both."""
@@ -255,12 +258,13 @@ def _notice_other_saves(world: World, model: Any) -> None:
         @functools.wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal is_warned
-            by_function = not getattr(_thread, "saves", False) and (
-                not formats or {*args, *kwargs.values()} & {*formats}
-            )
+            by_function = not getattr(_thread, "saves", False)
+            if by_function and formats:
+                by_function = not {*args, *kwargs.values()}.isdisjoint(formats)
             if by_function and not is_warned:
                 is_warned = True
-                _log.warning(_BY_FUNCTION, world.job.cluster.name_of(world.rank), model.name)
+                rank_name = world.job.cluster.name_of(world.rank)
+                _log.warning(_BY_FUNCTION, rank_name, model.name)
             return method(*args, **kwargs)
 
         return call
@@ -283,7 +287,8 @@ def saving(world: World, method: Callable) -> Callable:
 
     @functools.wraps(method)
     def save(*args: Any, **kwargs: Any) -> Any:
-        path = kwargs.get("filepath", next(iter([*args, *kwargs.values()]), None))
+        first_argument = next(iter([*args, *kwargs.values()]), None)
+        path = kwargs.get("filepath", first_argument)
         # A file object, for instance, is this rank's own, and written as usual.
         if job.in_fork or not isinstance(path, (str, os.PathLike)):
             return write(*args, **kwargs)

@@ -16,14 +16,16 @@ from npu_device._src.world.world import World
 
 def last_line(error: BaseException) -> str:
     """Return what an error says, without the user's lines that AutoGraph and TensorFlow put around it."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
+    stripped = map(str.strip, str(error).splitlines())
+    lines = list(filter(None, stripped)) or ["no message"]
     # TensorFlow says what has failed in the line before the name of the node.
     nodes = [number for number, line in enumerate(lines) if "{{node" in line]
     if isinstance(error, tf.errors.OpError) and nodes and nodes[-1]:
         # Only one line is taken, and cut, since TensorFlow repeats whole graphs in its messages.
         return lines[nodes[-1] - 1][:200]
     opening = f"{type(error).__name__}: "
-    line = next((line for line in reversed(lines) if line.startswith(opening)), lines[0])
+    openings = [line for line in lines if line.startswith(opening)]
+    line = [lines[0], *openings][-1]
     return line.split(opening)[-1][:200]
 
 

@@ -152,10 +152,11 @@ class Losses:
 
 def _all_of(masks: list) -> tf.Tensor | None:
     """Return where all masks that aren't None are true; None without any."""
-    given_masks = [tf.cast(mask, tf.bool) for mask in masks if mask is not None]
-    if given_masks:
-        return functools.reduce(tf.logical_and, given_masks)
-    return None
+    present = [mask for mask in masks if mask is not None]
+    if not present:
+        return None
+    flags = [tf.cast(mask, tf.bool) for mask in present]
+    return functools.reduce(tf.logical_and, flags)
 
 
 def _compute_with_masks(compute_loss: Callable, *args: Any, **kwargs: Any) -> Any:

@@ -41,13 +41,15 @@ def parts_of(model: Any) -> ModelParts:
         if is_single and loss.reduction not in ("none", None):
             losses.append(loss)
     loose = training_state.loose_variables(model)
-    loose_statistics = [variable for variable in loose if variable.dtype.is_floating]
+    losses = [*compat.compiled_losses(model), *losses]
+    statistics = compat.moving_statistics(model)
+    statistics += [variable for variable in loose if variable.dtype.is_floating]
     return ModelParts(
         compat.metrics_of(model),
         compat.loss_trackers_of(model),
-        training_state.unique([*compat.compiled_losses(model), *losses]),
+        training_state.unique(losses),
         compat.all_layers(model),
         compat.layers_that_add_up_activity(model),
-        training_state.unique([*compat.moving_statistics(model), *loose_statistics]),
+        training_state.unique(statistics),
         generators_of(model),
     )

@@ -99,7 +99,8 @@ class RandomNumbers:
         """Return the state to draw from; the generator itself moves on by the same on all ranks."""
         state = draw(*args, **kwargs)
         # A Keras generator's seed and count, or a TensorFlow generator's count and key.
-        offset = [self._offset, *[0] * (int(state.shape[0]) - 1)]
+        offset = [0] * int(state.shape[0])
+        offset[0] = self._offset
         if isinstance(getattr(draw, "__self__", None), tf.random.Generator):
             offset.reverse()
         return tf.add(state, tf.constant(offset, state.dtype), name=MARK)

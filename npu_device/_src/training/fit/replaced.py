@@ -25,7 +25,8 @@ class Replaced:
 
     def keep(self, owner: Any, name: str) -> None:
         """Give an object this attribute back as it is now, whatever sets it until then."""
-        self._originals.append((owner, name, vars(owner).get(name, self._ABSENT)))
+        original = vars(owner).get(name, self._ABSENT)
+        self._originals.append((owner, name, original))
 
     def restore(self) -> None:
         """Give all objects their attributes back."""

@@ -64,7 +64,10 @@ def modes_that_differ(
     Raises ValueError after ``evaluate`` and ``predict``, and for modes in which each rank reads its own rows.
     """
     checksums_of_ranks = world.objects(checksums, "checksums of all batches")
-    modes = [mode for mode in checksums if len({sums[mode] for sums in checksums_of_ranks}) > 1]
+    modes = []
+    for mode in checksums:
+        if len({sums[mode] for sums in checksums_of_ranks}) > 1:
+            modes.append(mode)
     can_go_on = in_fit and not any(mode in own_data for mode in modes)
     # All ranks raise the error, but one warning is enough.
     if modes and (world.is_main or not can_go_on):
@@ -123,9 +126,8 @@ def _pipeline(source: Any) -> int | None:
     if not isinstance(source, tf.data.Dataset):
         return None
     try:
-        graph = tf.raw_ops.DatasetToGraphV2(
-            input_dataset=tf.data.experimental.to_variant(source)
-        ).numpy()
+        variant = tf.data.experimental.to_variant(source)
+        graph = tf.raw_ops.DatasetToGraphV2(input_dataset=variant).numpy()
     except tf.errors.OpError:
         return None
     # The graph doesn't show which part a shard is, or what Python returns.
@@ -137,26 +139,26 @@ def _pipeline(source: Any) -> int | None:
         function.SerializeToString(deterministic=True) for function in definition.library.function
     )
     definition.library.Clear()
-    return zlib.crc32(b"".join([definition.SerializeToString(deterministic=True), *functions]))
+    nodes = definition.SerializeToString(deterministic=True)
+    return zlib.crc32(b"".join([nodes, *functions]))
 
 
 def _without_seeds(graph: Any) -> Any:
     """Return a dataset's graph without parts that only set its elements' order or say when and where it was built."""
-    for nodes in [graph.node, *(function.node_def for function in graph.library.function)]:
+    nodes_of_functions = [function.node_def for function in graph.library.function]
+    for nodes in [graph.node, *nodes_of_functions]:
         seeded = [node for node in nodes if "Shuffle" in node.op or "Random" in node.op]
         inputs = {name.split(":")[0] for node in seeded for name in node.input}
         # Compared with their values now: random generators and counters that a map uses, such as those of Keras 3's
         # layers.
-        set_here = [node for node in nodes if node.op == "AssignVariableOp"]
-        states = {
-            name
-            for node in set_here
-            if tf.as_dtype(node.attr["dtype"].type).is_integer
-            for name in node.input
-        }
+        states: set[str] = set()
+        for node in nodes:
+            if node.op == "AssignVariableOp" and tf.as_dtype(node.attr["dtype"].type).is_integer:
+                states.update(node.input)
         for node in nodes:
             is_scalar = not node.attr["value"].tensor.tensor_shape.dim
-            if node.op == "Const" and (node.name in states or (node.name in inputs and is_scalar)):
+            sets_order = node.name in inputs and is_scalar
+            if node.op == "Const" and (node.name in states or sets_order):
                 node.attr["value"].Clear()
             node.device = ""
             for name in ("metadata", "config", "config_proto"):
@@ -217,7 +219,8 @@ def with_put_back(batches: Any, pulled: list) -> Any:
     # A dataset of tensors, not of a generator, whose Python calls can wait for ever on a rank with one thread, and stay
     # in memory.
     parts = map(tf.data.Dataset.from_tensors, pulled)
-    variant = tf.data.experimental.to_variant(functools.reduce(tf.data.Dataset.concatenate, parts))
+    dataset = functools.reduce(tf.data.Dataset.concatenate, parts)
+    variant = tf.data.experimental.to_variant(dataset)
     # Made with the type of the iterator, which may have unknown dimensions.
     return iter(tf.data.experimental.from_variant(variant, batches.element_spec))
 

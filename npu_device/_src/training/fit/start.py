@@ -121,7 +121,8 @@ def statement(
     steps_in_words = "unknown"
     if steps is not None:
         steps_in_words = str(steps)
-    rates = ", ".join(_rate(optimizer) for optimizer in training_state.optimizers(model)) or "none"
+    optimizers = training_state.optimizers(model)
+    rates = ", ".join(map(_rate, optimizers)) or "none"
     threads = "TensorFlow's default number of threads"
     thread_count = tf.config.threading.get_intra_op_parallelism_threads()
     if thread_count:

@@ -87,10 +87,9 @@ def samples_of(batch: Any) -> Samples:
     split = min(count // 2 + 1, count - 1)
     chosen = units_at(batch, total, positions)
     whole = Part(chosen, count, count, True)
-    parts = [
-        Part(run_of(chosen, count, 0, split), split, count, True),
-        Part(run_of(chosen, count, split, count), count - split, count, False),
-    ]
+    head = run_of(chosen, count, 0, split)
+    tail = run_of(chosen, count, split, count)
+    parts = [Part(head, split, count, True), Part(tail, count - split, count, False)]
     spec = tf.nest.map_structure(spec_of_any_length, batch)
     return Samples(spec, whole, parts, positions, total)
 
@@ -209,8 +208,10 @@ def _moved(variables: Sequence, precision: float) -> Iterator[None]:
     for variable, tensor in zip(moved, tensors):
         array = tensor.numpy()
         # Numbers move up and down in turns, as rounding does.
-        signs = np.where(np.arange(array.size).reshape(array.shape) % 2, 1.0, -1.0)
-        variable.assign((array.astype(np.float64) * (1 + precision * signs)).astype(array.dtype))
+        positions = np.arange(array.size).reshape(array.shape)
+        factors = 1 + precision * np.where(positions % 2, 1.0, -1.0)
+        moved_array = array.astype(np.float64) * factors
+        variable.assign(moved_array.astype(array.dtype))
     try:
         yield
     finally:

@@ -257,7 +257,8 @@ class AppliedGradients:
         name, start = watched.start
         watched.start = None
         names = list(map(variable_name, step.variables))
-        text = different_start(self._job, name, names, BROADCAST, start, _checksums(step.variables))
+        checksums = _checksums(step.variables)
+        text = different_start(self._job, name, names, BROADCAST, start, checksums)
         # Told on one rank: an error there ends the others, too.
         if text is not None and environment.NPU_DEVICE_UNEQUAL_START.get() == "error":
             raise UnequalStartError(f"rank {self._job.cluster.rank}: {text}")
@@ -313,9 +314,8 @@ def _is_value_of(variable: Any, values: Sequence) -> bool:
     if tf.executing_eagerly() and candidates:
         array = compat.to_array(tf.convert_to_tensor(variable))
         # Zeros prove nothing, since they are the value of many variables.
-        return bool(array.any()) and any(
-            np.array_equal(compat.to_array(tensor), array) for tensor in candidates
-        )
+        arrays = map(compat.to_array, candidates)
+        return bool(array.any()) and any(np.array_equal(other, array) for other in arrays)
     inner = compat.inner_variable(variable)
     handles = {handle.name for read, handle in compat.variables_read() if read is inner}
     for tensor in candidates:

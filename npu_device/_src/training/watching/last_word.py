@@ -175,7 +175,8 @@ class LastWord:
                 if is_common and must_be_equal is wanted:
                     names[key] = name
             rows = [[by_key[key] for key in names] for by_key in checksums]
-            difference = differences(cluster, range(cluster.world_size), list(names.values()), rows)
+            ranks = range(cluster.world_size)
+            difference = differences(cluster, ranks, list(names.values()), rows)
             if difference is not None:
                 _log.log(level, ENDED_APART, difference[1])
 
@@ -187,6 +188,7 @@ def checksum_of_pieces(array: np.ndarray) -> int:
     # Ranks that have drifted apart differ nearly everywhere, so some pieces suffice.
     content = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     number = 0
-    for start in np.linspace(0, len(content) - _PIECE, _PIECES).astype(int):
+    starts = np.linspace(0, len(content) - _PIECE, _PIECES)
+    for start in starts.astype(int):
         number = checksum(content[start : start + _PIECE], number)
     return number

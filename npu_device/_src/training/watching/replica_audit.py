@@ -153,9 +153,9 @@ class Audit:
         self._began = time_now
         applied = self._world.job.part(AppliedGradients)
         # This rank is silent while it isn't known to apply the gradients that it has reduced by hand.
-        is_silent = applied is not None and any(
-            applied.leaves_unreduced(reference()) for reference in by_hand
-        )
+        is_silent = False
+        if applied is not None:
+            is_silent = any(applied.leaves_unreduced(reference()) for reference in by_hand)
         # A CRC has 32 bits, so that it fits into int64 with its sign.
         checksum = zlib.crc32(repr(digests).encode())
         # Ranks that wait for the last one don't work: the shortest of the ranks' audits is what an audit costs.
@@ -195,7 +195,8 @@ class Audit:
         cluster = self._world.job.cluster
         texts = []
         for array, (_, _, number) in zip(reading.arrays, reading.digests):
-            norm = np.linalg.norm(np.abs(array).astype(np.float64))
+            sizes = np.abs(array).astype(np.float64)
+            norm = np.linalg.norm(sizes)
             texts.append(f"norm {norm:.9g}, digest {number:08x}")
         # This rank's own answer stays if the others can't be asked.
         answers = {cluster.rank: texts}
@@ -204,7 +205,8 @@ class Audit:
             answers = self._world.job.store.gather_from(key, texts, members, DETAILS_SECONDS)
         ranks = sorted(answers)
         variables = "some variables"
-        difference = differences(cluster, ranks, reading.names, [answers[rank] for rank in ranks])
+        texts_of_ranks = [answers[rank] for rank in ranks]
+        difference = differences(cluster, ranks, reading.names, texts_of_ranks)
         if difference is not None:
             _, variables = difference
         earlier = ""

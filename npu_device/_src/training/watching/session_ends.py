@@ -126,7 +126,8 @@ def _to_be_equal(noted: _Variables) -> Iterator:
         parts = name.split("/")
         # TensorFlow names a slot after its variable: "net/weights/Momentum", perhaps within a scope.
         spans = itertools.combinations(range(len(parts)), 2)
-        if name in trained or any("/".join(parts[begin:end]) in trained for begin, end in spans):
+        inner_names = {"/".join(parts[begin:end]) for begin, end in spans}
+        if name in trained or inner_names & trained:
             yield variable
 
 

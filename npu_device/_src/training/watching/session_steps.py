@@ -67,7 +67,11 @@ def reduce_compared(world: World, gradients: Sequence, reduce: Callable[[], list
         reduced = reduce()
     # One of the results, which the update needs, counts the step.
     position = next(number for number, tensor in enumerate(reduced) if tensor is not None)
-    reduced[position] = with_values(reduced[position], lambda tensor: steps.counted(looked, tensor))
+
+    def counting(tensor: tf.Tensor) -> tf.Tensor:
+        return steps.counted(looked, tensor)
+
+    reduced[position] = with_values(reduced[position], counting)
     return reduced
 
 
@@ -111,9 +115,8 @@ class _Comparison:
         elif session in self._looks:
             # Without the comparison before it, a drift couldn't be told from a different start.
             earlier = self._looks[session]
-            text = digests.drifted(
-                *(self._job, f"{label}, step {steps}", self._names, earlier.checksums, checksums)
-            )
+            name = f"{label}, step {steps}"
+            text = digests.drifted(self._job, name, self._names, earlier.checksums, checksums)
             if text is not None:
                 _log.warning(_DRIFTED, steps, earlier.steps, text)
         self._looks[session] = _Look(steps, checksums)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import random
 import types
 from collections import deque
@@ -38,10 +37,10 @@ def weights(model: Any) -> list:
 
 def optimizer_state(model: Any) -> list:
     """Return the variables of the model's optimizers: steps, slots, averages, learning rates and loss scales."""
-    states = (
-        compat.optimizer_variables(optimizer, weights(model)) for optimizer in optimizers(model)
-    )
-    return unique(itertools.chain.from_iterable(states))
+    states: list = []
+    for optimizer in optimizers(model):
+        states += compat.optimizer_variables(optimizer, weights(model))
+    return unique(states)
 
 
 def optimizers(model: Any) -> list:
