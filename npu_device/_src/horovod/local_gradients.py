@@ -10,7 +10,7 @@ import tensorflow as tf
 from npu_device._src import compat
 from npu_device._src.gradients.reduction import weighted
 from npu_device._src.training.distribute import ranks
-from npu_device._src.training.watching.own_parts import warn_of_file
+from npu_device._src.training.watching.accumulated_parts import warn_of_file
 from npu_device._src.training.watching.wrapped_optimizers import reducer_of, reducing_optimizer
 
 _as_it_is = compat.do_not_convert

@@ -33,7 +33,7 @@ from npu_device._src.training.checkpoint.progress import note_progress
 from npu_device._src.training.checkpoint.selection import Storage, gather, on_all_ranks
 from npu_device._src.training.opening import device
 from npu_device._src.training.opening.current_world import current_world
-from npu_device._src.training.watching.own_parts import for_all_ranks, means_of, with_values
+from npu_device._src.training.watching.accumulated_parts import for_all_ranks, means_of, with_values
 from npu_device._src.version import __version__
 from npu_device._src.world.world import World
 

@@ -18,8 +18,8 @@ from npu_device._src.training.checkpoint.callback_states import NO_CALLBACKS, Ca
 from npu_device._src.training.checkpoint.folder import CheckpointError
 from npu_device._src.training.optimizers.accumulation import note_accumulators
 from npu_device._src.training.watching import training_state
+from npu_device._src.training.watching.accumulated_parts import between_updates
 from npu_device._src.training.watching.digests import checksum
-from npu_device._src.training.watching.own_parts import between_updates
 from npu_device._src.training.watching.training_state import (
     random_states,
     set_random_states,

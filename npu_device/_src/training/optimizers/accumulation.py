@@ -16,7 +16,7 @@ import tensorflow as tf
 from npu_device._src import compat
 from npu_device._src.gradients.reduction import Gradient
 from npu_device._src.trace.trace import iteration
-from npu_device._src.training.watching.own_parts import note_parts, warn_of_file
+from npu_device._src.training.watching.accumulated_parts import note_parts, warn_of_file
 from npu_device._src.world.world import World
 
 _Reduce = Callable[..., "list[Gradient]"]

@@ -25,8 +25,8 @@ from npu_device._src.cluster.rank_errors import ClusterError
 from npu_device._src.cluster.time_limits import LAST_WORD_SECONDS
 from npu_device._src.collectives.job import Job
 from npu_device._src.gradients.reduction import ReducedTensors
+from npu_device._src.training.watching.accumulated_parts import is_part
 from npu_device._src.training.watching.digests import checksum, differences, variable_name
-from npu_device._src.training.watching.own_parts import is_part
 from npu_device._src.training.watching.schedule import can_compare
 
 _log = logging.getLogger("npu_device")

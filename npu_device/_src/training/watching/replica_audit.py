@@ -24,9 +24,9 @@ from npu_device._src.cluster.rank_errors import ClusterError
 from npu_device._src.cluster.time_limits import DETAILS_SECONDS
 from npu_device._src.collectives.graph import call_now
 from npu_device._src.collectives.ops import all_reduce
+from npu_device._src.training.watching.accumulated_parts import without_parts
 from npu_device._src.training.watching.applied_gradients import AppliedGradients
 from npu_device._src.training.watching.digests import Digest, differences, digest_of, variable_name
-from npu_device._src.training.watching.own_parts import without_parts
 from npu_device._src.training.watching.same_samples import Pair, SameSamples
 from npu_device._src.training.watching.same_variables import not_compared
 from npu_device._src.training.watching.schedule import (

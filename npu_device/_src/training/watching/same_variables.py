@@ -18,9 +18,9 @@ from npu_device._src.collectives.graph import fetchable
 from npu_device._src.collectives.ops import broadcast_from_owners
 from npu_device._src.gradients.reduction import dense_of
 from npu_device._src.training.watching import digests
+from npu_device._src.training.watching.accumulated_parts import to_be_equal
 from npu_device._src.training.watching.digests import differences, digest_of, variable_name
 from npu_device._src.training.watching.last_word import ENDED_APART, LastWord
-from npu_device._src.training.watching.own_parts import to_be_equal
 from npu_device._src.training.watching.schedule import can_compare
 from npu_device._src.training.watching.session_ends import SessionEnds
 from npu_device._src.world.world import World, value_of
