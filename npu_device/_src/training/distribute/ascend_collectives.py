@@ -273,6 +273,7 @@ def all_to_all_v(
     data = compat.to_tensor(send_data)
     world = current_world(group)
     if world is None:
+        # Checked as on several ranks, so that wrong arguments are an error here, too.
         outgoing = _moves.checked_blocks("send", send_counts, send_displacements, 1, data.shape[0])
         incoming = _moves.checked_blocks("recv", recv_counts, recv_displacements, 1)
         blocks = _moves.pad_blocks(data, outgoing, incoming.counts[0])
@@ -352,6 +353,7 @@ def _generated(name: str, function: Callable, **names: str) -> Callable:
         return function(*bound.args)
 
     call.__name__ = call.__qualname__ = name
+    # ``functools.wraps`` alone would show the names of the function inside.
     call.__signature__ = renamed  # type: ignore[attr-defined]
     for own_name, new_name in names.items():
         call.__doc__ = str(call.__doc__).replace(f" {own_name}: ", f" {new_name}: ")

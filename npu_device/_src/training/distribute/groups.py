@@ -232,6 +232,7 @@ def _neighbours(name: str) -> list[int]:
     """Return the group ranks of the members on this host."""
     members = _find(name)
     parent = device.parent_of_this_process()
+    # A child of a rank has no job, only what its parent has told it.
     if parent is not None:
         neighbours: Any = ranks_of(parent.neighbours)
     else:

@@ -129,6 +129,7 @@ class _LoadCall:
         try:
             note = self._note_of(function(*arguments))
         except BaseException as error:
+            # The other ranks wait for the note, also after an error.
             text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
             self.store.set(key, json.dumps({"error": text.rstrip()}))
             raise
@@ -259,6 +260,7 @@ class _LoadCall:
 
 def _read_only(array: np.ndarray, name: str) -> np.ndarray:
     require_numbers(array, name)
+    # A view, since the array itself belongs to the function, which may go on writing.
     view = array.view()
     view.flags.writeable = False
     return view

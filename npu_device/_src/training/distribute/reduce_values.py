@@ -210,5 +210,6 @@ def all_gather(tensor: Any) -> Any:
         )
     if step is None:
         return world.gather(tensor)
+    # Without the row of a rank that has no samples, which another rank counts.
     samples = step.to_exchange(step.share.counted(tensor))
     return step.exchanged(step.gather(samples))

@@ -23,6 +23,7 @@ def last_line(error: BaseException) -> str:
     if isinstance(error, tf.errors.OpError) and nodes and nodes[-1]:
         # Only one line is taken, and cut, since TensorFlow repeats whole graphs in its messages.
         return lines[nodes[-1] - 1][:200]
+    # Behind AutoGraph's lines, the text of the error begins with its class.
     opening = f"{type(error).__name__}: "
     openings = [line for line in lines if line.startswith(opening)]
     line = [lines[0], *openings][-1]

@@ -14,6 +14,7 @@ def where(operation: tf.Operation) -> str:
     frames = [frame for frame in operation.traceback if is_user_file(frame.filename)]
     if not frames:
         return ""
+    # The last call in a file of the user is the nearest to the operation.
     file = frames[-1].filename
     number = frames[-1].lineno
     return f"{file}, line {number}: {linecache.getline(file, number).strip()}"

@@ -18,6 +18,7 @@ _have_seeds: dict[str, bool] = {}
 
 def is_stateful(operation: tf.Operation) -> bool:
     """Return True for a random operation that keeps its state to itself, such as that of ``tf.random.normal``."""
+    # Asked once for a type: a graph has thousands of operations of a few types.
     if operation.type not in _have_seeds:
         attributes = {attribute.name for attribute in operation.op_def.attr}
         _have_seeds[operation.type] = {"seed", "seed2"} <= attributes

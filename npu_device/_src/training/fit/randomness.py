@@ -41,6 +41,7 @@ class RandomNumbers:
         if environment.NPU_DEVICE_STEP_RANDOM.get() == "same":
             return
         for generator in self._generators:
+            # The methods that return the state to draw from, and move it on.
             name = "next"
             if isinstance(generator, tf.random.Generator):
                 name = "skip"

@@ -19,6 +19,7 @@ class Replaced:
         """Replace a method of an object, and of no class, by ``hook(own method, *arguments)``."""
         method = compat.converted(owner, name)
         self.keep(owner, name)
+        # Set past Keras's own ``__setattr__``, which would track the method as something to save.
         vars(owner)[name] = compat.do_not_convert(
             lambda *args, **kwargs: hook(method, *args, **kwargs)
         )
@@ -30,6 +31,7 @@ class Replaced:
 
     def restore(self) -> None:
         """Give all objects their attributes back."""
+        # The last one first, since a method may have been replaced twice.
         while self._originals:
             owner, name, original = self._originals.pop()
             if original is self._ABSENT:

@@ -157,6 +157,7 @@ def _samples_per_rank(rows: int | None, ranks: int) -> str:
 def _rate(optimizer: Any) -> str:
     """Return the learning rate of an optimizer, or the class of its schedule."""
     rate = compat.learning_rate_of(getattr(optimizer, "inner_optimizer", optimizer))
+    # Unlike a variable, a schedule can be saved as a config, and not be assigned.
     is_schedule = hasattr(rate, "get_config") and not hasattr(rate, "assign")
     if is_schedule:
         return f"{type(rate).__name__} ({type(optimizer).__name__})"

@@ -87,6 +87,7 @@ def _text(world: World, steps: int, names: Sequence[str], faults: np.ndarray) ->
         if faults_of_rank:
             rows[rank] = ", ".join(faults_of_rank[:SHOWN_VARIABLES]) + omitted
     cluster = world.job.cluster
+    # Finite gradients of all ranks may add up to more than their dtype holds.
     failures = "  those of each rank are; their sum is not"
     if rows:
         failures = "\n".join(cluster.lines(rows, SHOWN_RANKS))

@@ -77,6 +77,7 @@ def note_parts(world: World, variables: Sequence, counter: Any, period: int) -> 
         return
     accumulation = _Accumulation(world, weakref.ref(counter), period)
     for variable in map(compat.inner_variable, variables):
+        # Forgotten with the variable, whose id another one may get.
         forget = functools.partial(_parts.pop, id(variable))
         reference = weakref.ref(variable, lambda _, forget=forget: forget(None))  # type: ignore[misc]
         _parts[id(variable)] = _Part(reference, accumulation)

@@ -107,6 +107,7 @@ class Audit:
         names = list(map(variable_name, audited))
         if keeps_order:
             by_hand = []
+            # Its own count, which goes on after a restart.
             steps = tf.cast(value_of(optimizer.iterations), tf.int64)
         else:
             by_hand = list(map(weakref.ref, variables))

@@ -91,6 +91,7 @@ class Schedule:
 
         with tf.device(self._device):
             looked = tf.cond(earlier >= -1, look_now, lambda: tf.constant(0, tf.int64))
+        # Otherwise TensorFlow would run an operation for each variable of the branch in every step.
         if not tf.config.get_visible_devices("GPU"):
             compat.keep_whole(looked)
 

@@ -132,6 +132,7 @@ def set_random_states(states: tuple[Any, Any, Any]) -> None:
 
 def unique(nodes: Iterable) -> list:
     """Return things in their order, each of them once."""
+    # By identity, since TensorFlow compares tensors and variables by value.
     return list({id(node): node for node in nodes}.values())
 
 
@@ -150,6 +151,7 @@ def reachable(model: Any) -> Iterator:
     while waiting:
         node = waiting.popleft()
         if id(node) not in visited:
+            # Kept, or another object could get its id.
             visited[id(node)] = node
             yield node
             waiting.extend(_parts(node))
@@ -180,6 +182,7 @@ def _parts(node: Any) -> Iterable:
 
 def _attributes(node: Any) -> list:
     attributes = getattr(node, "__dict__", {})
+    # Sorted, since a script may set them in another order on each rank.
     return [attributes[name] for name in sorted(attributes)]
 
 

@@ -64,6 +64,7 @@ class WatchedOptimizer:
         self.posted: Optional[Post] = None
         self.values_before: list[np.ndarray] = []
         self.start: Optional[tuple[str, list[int]]] = None
+        # Weak, since looking at a model must not keep it.
         self._variables = list(map(weakref.ref, variables))
 
     def living(self) -> list:
