@@ -266,9 +266,9 @@ def _cut(leaf: Any, start: Any, end: Any) -> Any:
     if not isinstance(leaf, tf.SparseTensor):
         return leaf[start:end]
     row_shape = leaf.dense_shape[1:]
-    first = tf.cast([start], tf.int64)
+    row = tf.cast([start], tf.int64)
     count = tf.cast([end - start], tf.int64)
-    corner = tf.concat([first, tf.zeros_like(row_shape)], axis=0)
+    corner = tf.concat([row, tf.zeros_like(row_shape)], axis=0)
     size = tf.concat([count, row_shape], axis=0)
     cut = tf.sparse.slice(leaf, corner, size)
     length = None

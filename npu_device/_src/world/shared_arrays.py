@@ -110,8 +110,8 @@ def with_arrays(
         return members
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         fields = zip(value._fields, value)
-        replaced = [with_arrays(member, replace, f"{name}.{field}") for field, member in fields]
-        return type(value)._make(replaced)  # type: ignore[attr-defined]
+        content = [with_arrays(member, replace, f"{name}.{field}") for field, member in fields]
+        return type(value)._make(content)  # type: ignore[attr-defined]
     if type(value) in (list, tuple):
         return type(value)(
             with_arrays(member, replace, f"{name}[{number}]") for number, member in enumerate(value)

@@ -67,9 +67,9 @@ class Runs:
 
     def _trial(self, arrays: Sequence) -> Trial:
         """Return the trial of a quantity, given its values in all results."""
-        whole, *others = arrays
+        whole, *further = arrays
         count = len(self.repeats)
-        return Trial(whole, others[:count], others[count:], self.weights)
+        return Trial(whole, further[:count], further[count:], self.weights)
 
 
 @dataclass(frozen=True)

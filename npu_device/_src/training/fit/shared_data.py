@@ -79,8 +79,8 @@ def pass_as_batches(world: World, model: Any, arguments: _Arguments) -> None:
     Keras keeps up to five lists of the numbers of all rows on each rank. Here, the ranks of a host share the list in
     order, and each has the shuffled one.
     """
-    given = [arguments.get(name) for name in _DATA[:3]]
-    x, y, sample_weight = map(_tuples, given)
+    structures = [arguments.get(name) for name in _DATA[:3]]
+    x, y, sample_weight = map(_tuples, structures)
     shuffle = _or(arguments.get("shuffle"), True)
     steps = arguments.get("steps_per_epoch")
     leaves = tf.nest.flatten([x, y, sample_weight])

@@ -96,7 +96,7 @@ def without_parts(variables: Iterable) -> list:
 def between_updates(variables: Iterable) -> list:
     """Return the variables that hold parts now, which the next update is going to use."""
     parts = filter(is_part, variables)
-    return [part for part in parts if _accumulation_of(part).steps_since_update() > 0]
+    return [variable for variable in parts if _accumulation_of(variable).steps_since_update() > 0]
 
 
 def _accumulation_of(variable: Any) -> _Accumulation:

@@ -315,7 +315,7 @@ def _is_value_of(variable: Any, values: Sequence) -> bool:
         array = compat.to_array(tf.convert_to_tensor(variable))
         # Zeros prove nothing, since they are the value of many variables.
         arrays = map(compat.to_array, candidates)
-        return bool(array.any()) and any(np.array_equal(other, array) for other in arrays)
+        return bool(array.any()) and any(np.array_equal(candidate, array) for candidate in arrays)
     inner = compat.inner_variable(variable)
     handles = {handle.name for read, handle in compat.variables_read() if read is inner}
     for tensor in candidates:
