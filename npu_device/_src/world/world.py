@@ -68,9 +68,9 @@ class World:
         trusted = self.job.cluster.trusted
         array = np.frombuffer(packed(value, trusted), np.uint8)
         # Objects differ in size, which a gather of rows allows.
-        gathered = self.gather(tf.constant(array), purpose)
+        content = self.gather(tf.constant(array), purpose).numpy().tobytes()
         senders = [f"rank {rank}" for rank in self.group.ranks]
-        return unpacked(gathered.numpy().tobytes(), senders, trusted)
+        return unpacked(content, senders, trusted)
 
     def lines(self, texts: Iterable[str]) -> str:
         """Return a line of a message for each rank, given its text."""
