@@ -321,7 +321,7 @@ def test_remedies_are_for_parts_that_take_time(
     [only_choice] = outcome.outcome(START, disturbed, {}).advice
     assert only_choice.startswith("npurun -n 2: 1.90 times")
     # Each only where it isn't done yet.
-    divided = TimedProcess("", 10, shard_optimizer=True, replicate=True)
+    divided = TimedProcess("", 10, shard_optimizer=True, replicates=True)
     choice, *others = outcome.outcome(divided, runs, {}).advice
     assert choice.startswith("npurun -n 2 --shard-optimizer --replicate: 1.50 times")
     assert others == [line for line in advice if "--shard" not in line]

@@ -21,12 +21,15 @@ from npu_device._src.comparison import compare
 from npu_device._src.verify import causes, report
 from npu_device._src.verify.compared_run import ComparedRun
 from npu_device._src.verify.plan import PROBLEM, PlannedProcess
+from npu_device._src.verify.verdict import Verdict, judge
 from npu_device.launch import verify
 
 DOCS = ROOT / "docs" / "verdicts.md"
 
 LOOP = """
 import glob, os
+with open("early.txt", "w") as file:
+    file.write("written")
 import numpy as np, tensorflow as tf, npu_device as npu
 npu.open(seed=1).as_default()
 rank, size = npu.distribute.rank(), npu.distribute.size()
@@ -54,8 +57,10 @@ if not rank:
     with tf.io.gfile.GFile(name="more.txt", mode="w") as file:
         file.write("written")
 npu.distribute.barrier()  # the ranks share their files
+assert open("early.txt").read() == "written"
 assert open("result.txt").read() == tf.io.read_file(filename="result.txt").numpy().decode() == "written"
-assert sorted(glob.glob("./*.txt")) == sorted(tf.io.gfile.glob("*.txt")) == ["./more.txt", "./result.txt"]
+texts = sorted(glob.glob("./*.txt"))
+assert texts == sorted(tf.io.gfile.glob("*.txt")) == ["./early.txt", "./more.txt", "./result.txt"]
 assert "script.py" in os.listdir() and "script.py" in tf.io.gfile.listdir(".") and len(glob.glob("*.*")) > 2
 for x, y in dataset:
     step(x, y)
@@ -150,17 +155,29 @@ SAID = {
 
 def verified(
     directory: Path, source: str, cause: str, number: int, steps: int = 2, **options: bool
-) -> report.Verdict:
-    """Run a script as ``npurun verify`` does, in forks of a process that has imported TensorFlow; check the cause.
+) -> Verdict:
+    """Run a script as ``npurun verify`` does, and check the cause.
 
     Scripts have numbers: two or three ranks under either Keras occur, two ranks most often.
     """
     size = 3 if number % 8 == 1 else 2
     keras = "32"[number // 8 % 2 if size == 3 else number % 2]
+    verdict = judged(directory, source, [size], keras, steps, **options)
+    assert verdict.cause == cause, report.text(verdict)
+    assert not verdict.code or (
+        verdict.ranks == size and "\nWhat to do: " in verdict.text and "{" not in verdict.text
+    )
+    return verdict
+
+
+def judged(
+    directory: Path, source: str, sizes: list[int], keras: str, steps: int, **options: bool
+) -> Verdict:
+    """Run a script in forks of a process that has imported TensorFlow, and return the verdict."""
     path = directory / "script.py"
     path.write_text(source)
     start = PlannedProcess(str(directory / "runs"), steps, **options)
-    settings = json.dumps({**asdict(start), "sizes": [size]})
+    settings = json.dumps({**asdict(start), "sizes": sizes})
     runner = (
         f"from npu_device._src.verify import runner; runner.main([{settings!r}, {str(path)!r}])"
     )
@@ -176,12 +193,7 @@ def verified(
     )
     problem = directory / "runs" / PROBLEM
     assert begun.code == 0, problem.read_text() if problem.exists() else begun.output
-    verdict = report.judge(start.runs([size]))
-    assert verdict.cause == cause, report.text(verdict)
-    assert not verdict.code or (
-        verdict.ranks == size and "\nWhat to do: " in verdict.text and "{" not in verdict.text
-    )
-    return verdict
+    return judge(start.runs(sizes))
 
 
 @pytest.mark.parametrize("kind", some(list(WRONG)))
@@ -441,6 +453,46 @@ def test_samples_that_differ_only_by_rounding_before_a_deviation_are_no_cause() 
     assert list(different.different_samples()) == [3]
 
 
+_FAIL_AFTER_ONE_STEP = """
+    if size == 2 and int(optimizer.iterations) == 1:
+        raise KeyError("two")"""
+FAILURES: dict[str, dict[str, str]] = {
+    # 3 ranks were only tried.
+    "": {"data": "assert 16 % size == 0, 'batch'\n" + RIGHT["data"].replace("12", "16")},
+    "mean summed": {
+        "reduce": "gradients = npu.distribute.all_reduce(gradients, 'sum' if size == 3 else 'mean')"
+        + _FAIL_AFTER_ONE_STEP
+    },
+    "failed": {
+        "model": """
+def refuse_changed(inputs):
+    if tf.is_tensor(inputs) and "optimizer" in globals() and int(optimizer.iterations) == 1:
+        assert np.isin(inputs, samples).all(), "changed"
+    return inputs
+samples = x
+model = tf.keras.Sequential([tf.keras.layers.Lambda(refuse_changed), tf.keras.layers.Dense(1)])""",
+        "reduce": RIGHT["reduce"] + _FAIL_AFTER_ONE_STEP,
+    },
+}
+SAID_OF_FAILURES = {
+    "": "3 ranks: as 3 ranks, the script failed with exit code 1. The end of its output:",
+    "mean summed": "what follows an error: as 2 ranks, the script failed",
+    "failed": "what follows an error: as one process with perturbed inputs, the script failed",
+}
+
+
+@pytest.mark.parametrize("cause", list(FAILURES))
+def test_failures_hide_no_verdict(cause: str, tmp_path: Path) -> None:
+    source = LOOP.format(**{**RIGHT, **FAILURES[cause]})
+    sizes = [2] if cause == "failed" else [2, 3]
+    verdict = judged(tmp_path, source, sizes, "3", steps=2)
+    assert verdict.cause == cause, report.text(verdict)
+    assert verdict.code == {"": 0, "mean summed": 1, "failed": 3}[cause]
+    assert any(SAID_OF_FAILURES[cause] in missed for missed in verdict.missed), verdict.missed
+    assert (verdict.ranks == 3) == (cause == "mean summed")
+    assert ("as 2 ranks, the script failed" in verdict.text) == (cause == "failed")
+
+
 NO_CALL = """
 import numpy as np, tensorflow as tf
 
@@ -468,7 +520,7 @@ def test_a_script_without_a_call(replicate: bool, tmp_path: Path) -> None:
         NO_CALL,
         "" if replicate else "script does not use npu_device",
         4 if replicate else 3,
-        replicate=replicate,
+        replicates=replicate,
     )
     assert verdict.code == (0 if replicate else 3)
     assert ("npurun port" in verdict.text) != replicate
@@ -477,7 +529,7 @@ def test_a_script_without_a_call(replicate: bool, tmp_path: Path) -> None:
 
 def test_the_pages_and_json() -> None:
     assert DOCS.read_text().endswith(causes.PAGE), "run: make docs"
-    verdict = report.Verdict(
+    verdict = Verdict(
         1, "sum averaged", "gradients are <0.50>", ["2 1"], ["a note"], 2, {"<w>": 0.5, "b": None}
     )
     page = report.page(verdict)

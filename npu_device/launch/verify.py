@@ -56,10 +56,10 @@ def _verify(options: argparse.Namespace, sizes: Sequence[int], directory: Path) 
             f"{options.script}: one process twice, then {ranks} ranks, {options.steps} steps each",
         )
     began = time.time()
-    plan = PlannedProcess(
+    start = PlannedProcess(
         str(directory), options.steps, options.module, options.replicate, options.seconds
     )
-    settings = {**asdict(plan), "sizes": sizes}
+    settings = {**asdict(start), "sizes": sizes}
     try:
         problem = script_runs.run(_RUNNER, settings, options, VERIFY_SECONDS)
     except subprocess.TimeoutExpired:
@@ -72,8 +72,9 @@ def _verify(options: argparse.Namespace, sizes: Sequence[int], directory: Path) 
         return 3
     # Imported here, since a mistake in the command line shouldn't wait for numpy.
     from npu_device._src.verify import report
+    from npu_device._src.verify.verdict import judge
 
-    verdict = report.judge(plan.runs(sizes))
+    verdict = judge(start.runs(sizes))
     script_folder = Path(options.script).resolve().parent
     changed = changed_since(began, {Path.cwd(), script_folder}, directory)
     if changed:

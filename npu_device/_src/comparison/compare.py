@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,8 +30,8 @@ _TOLERANCE = 1e-6
 # The tolerance for sessions, whose inputs aren't changed, and for averages, which may travel in 16 bits.
 _TOLERANCE_UNPERTURBED = 1e-3
 _ROUNDINGS = 4 * 2.0**-23  # part of the norm of the weights: float32 rounds them at each update
-_MAJORITY = 0.75  # what moves this part of the variables may move any of them
-# A tensor is a multiple of another run's if scaling that one leaves less than this part of its norm.
+_MAJORITY = 0.75  # changes that this part of the variables stays below are allowed in all of them
+# A tensor counts as a multiple of the single process's if, after scaling, less than this part of the norm is left.
 _PURE = 0.1
 # A change of inputs in the last bit that moves a tensor by this part of its norm shows that it is rounding altogether.
 _ALL_ROUNDING = 0.01
@@ -46,7 +46,9 @@ class RecordedStep:
     """A step of an optimizer in one process."""
 
     optimizer: str = ""
-    number: int = 0  # number among the optimizer's steps, from 1; not all of them are recorded
+    optimizer_step: int = (
+        0  # number among the optimizer's steps, from 1; not all of them are recorded
+    )
     phase: str = ""  # the optimizer's class, and the line that trains
     # Names of the variables: those that are trained, then those that no optimizer trains.
     names: Sequence[str] = ()
@@ -94,7 +96,7 @@ class Record:
     unreached: list[str] = field(default_factory=list)
     metrics: set[str] = field(default_factory=set)  # names of those of the models in ``fit``
     joined: bool = False  # the process was a rank of a job
-    horovod: bool = False  # the script uses Horovod's names
+    by_horovod: bool = False  # the script uses Horovod's names
     last_bit: float = 0.0  # last bit of the coarsest dtype in which its models compute
 
     def of(self, topic: str) -> list[RecordedCall]:
@@ -104,8 +106,8 @@ class Record:
     def successor(self, index: int) -> int | None:
         """Return the index of the step that follows one, of the same optimizer and variables; None if unknown."""
         step = self.steps[index]
-        following = (step.optimizer, step.number + 1, step.names)
-        keys = [(step.optimizer, step.number, step.names) for step in self.steps]
+        following = (step.optimizer, step.optimizer_step + 1, step.names)
+        keys = [(step.optimizer, step.optimizer_step, step.names) for step in self.steps]
         if following not in keys:
             return None
         return keys.index(following)
@@ -119,7 +121,7 @@ class Record:
         return (self.steps[successor].weights - step.weights)[: step.trained]
 
     def save(self, folder: Path) -> None:
-        """Write the record, which the judge may read although this process is killed meanwhile."""
+        """Write the record, which can be read even if this process is killed meanwhile."""
         write_whole(folder / _FILE, pickle.dumps(self))
 
 
@@ -135,7 +137,8 @@ def load(folder: Path) -> Record:
 
 def aligned(records: Sequence[Record]) -> list[Record]:
     """Return records with the steps that all of them have, each optimizer's in their order."""
-    # Steps are matched by optimizer: optimizers may take turns in a different order on a rank.
+    # Steps are matched by optimizer: optimizers may take turns in a different order on a rank, once each of them has
+    # made its first step, by which it is named.
     steps_of_records = []
     for record in records:
         counts: Counter[str] = Counter()
@@ -165,7 +168,16 @@ def average_of(ranks: Sequence[Record]) -> Record:
         if len(gradients) == len(steps_of_ranks):
             average = np.mean(gradients, axis=0)
         steps.append(replace(step, gradients=average, rows=union(steps_of_ranks)))
-    return Record(steps, ranks[0].calls, joined=True, horovod=True, last_bit=ranks[0].last_bit)
+    last_bit = ranks[0].last_bit
+    return Record(steps, ranks[0].calls, joined=True, by_horovod=True, last_bit=last_bit)
+
+
+class Triple(NamedTuple):
+    """What is compared: of one process, of the same with perturbed inputs, and of a rank."""
+
+    single: Any
+    perturbed: Any
+    rank: Any
 
 
 @dataclass(frozen=True)
@@ -175,7 +187,7 @@ class Deviation:
     step: int  # number of the step, from 1
     quantity: str  # GRADIENT, UPDATE, or STATE for the value of a variable that no optimizer trains
     variable: str
-    # The multiple of that of one process; None if it isn't scaled, or by less than a tenth.
+    # Factor between the rank's tensor and the single process's; None if it isn't scaled, or by less than a tenth.
     ratio: float | None
     # The norm of the difference, divided by the norm of one process's value.
     relative_error: float
@@ -188,60 +200,78 @@ def union(steps: Sequence[RecordedStep]) -> Counter[int]:
 
 
 def compare(single: Record, perturbed: Record, rank: Record) -> list[Deviation]:
-    """Return where a rank differs from one process, which also ran with perturbed inputs."""
+    """Return where a rank differs from one process, which also ran with perturbed inputs.
+
+    Where the perturbed inputs move a tensor by ``change``, the distance between rank and process may be::
+
+        (tolerance + _rounding_of_most(changes of all tensors)) * norm + TIMES_ROUNDING * change
+
+    Updates may differ by more (``_deviations_of_updates``).
+    """
     deviations = []
-    for number, steps in enumerate(zip(single.steps, perturbed.steps, rank.steps)):
+    records = Triple(single, perturbed, rank)
+    for number, steps in enumerate(zip(*(record.steps for record in records)), start=1):
         step = steps[0]
         trained = step.trained
-        names = step.names[:trained]
         tolerance = _TOLERANCE
-        if not step.rows or single is perturbed:
+        if not step.rows or single.by_horovod:
             tolerance = _TOLERANCE_UNPERTURBED
         tolerance = max(tolerance, single.last_bit)
-        gradients = [recorded.gradients for recorded in steps]
-        changes = _changes(*gradients[:2])
-        deviations += _deviations(
-            number, GRADIENT, names, gradients, tolerance + _rounding_of_most(changes, tolerance)
-        )
-        updates = [record.update(number) for record in (single, perturbed, rank)]
-        # Optimizers such as Adam turn a gradient that is rounding into an update of full size.
-        tolerances = TIMES_ROUNDING * changes + tolerance
-        tolerances += _rounding_of_most(_changes(*updates[:2]), tolerance)
-        # An update is what is left when rounded weights are subtracted.
-        rounding = _ROUNDINGS * np.linalg.norm(step.weights[:trained], axis=1)
-        deviations += _deviations(number, UPDATE, names, updates, tolerances, rounding)
-        state = [recorded.weights[trained:] for recorded in steps]
-        deviations += _deviations(number, STATE, step.names[trained:], state, tolerance)
+        gradients = Triple(*(recorded.gradients for recorded in steps))
+        changes = _changes(gradients)
+        allowed = tolerance + _rounding_of_most(changes, tolerance)
+        deviations += _deviations(number, GRADIENT, step.names[:trained], gradients, allowed)
+        updates = Triple(*(record.update(number - 1) for record in records))
+        deviations += _deviations_of_updates(number, step, updates, changes, tolerance)
+        states = Triple(*(recorded.weights[trained:] for recorded in steps))
+        deviations += _deviations(number, STATE, step.names[trained:], states, tolerance)
     return deviations
+
+
+def _deviations_of_updates(
+    number: int,
+    step: RecordedStep,
+    updates: Triple,
+    gradient_changes: np.ndarray,
+    tolerance: float,
+) -> list[Deviation]:
+    # Optimizers such as Adam turn a gradient that is rounding into an update of full size.
+    tolerances = tolerance + TIMES_ROUNDING * gradient_changes
+    tolerances += _rounding_of_most(_changes(updates), tolerance)
+    # An update is what is left when rounded weights are subtracted.
+    absolute = _ROUNDINGS * np.linalg.norm(step.weights[: step.trained], axis=1)
+    return _deviations(number, UPDATE, step.names[: step.trained], updates, tolerances, absolute)
 
 
 def _deviations(
     number: int,
     quantity: str,
     names: Sequence[str],
-    arrays: Sequence[np.ndarray],
+    arrays: Triple,
     tolerance: float | np.ndarray,
-    rounding: float | np.ndarray = 0.0,
+    absolute: float | np.ndarray = 0.0,
 ) -> list[Deviation]:
-    """Return the deviations of a quantity in a step; ``arrays`` are of one process, of it perturbed, and of a rank.
+    """Return the deviations of a quantity in a step: ``arrays`` with a row for each variable.
 
-    ``tolerance`` is relative, ``rounding`` absolute; an array has a number for each variable.
+    ``tolerance`` is relative to the norm; an array of tolerances has a number for each variable.
     """
     # Arrays of different shapes can't be compared: an update shows only if another step follows, which not all of the
     # three may have, and ranks may have made different variables.
     if len({array.shape for array in arrays}) > 1:
         return []
-    floor = _TOLERANCE * float(np.nanmax(np.abs(arrays[0]), initial=0))
+    floor = _TOLERANCE * float(np.nanmax(np.abs(arrays.single), initial=0))
     tolerances = np.broadcast_to(tolerance, len(names))
-    roundings = np.broadcast_to(rounding, len(names))
+    absolutes = np.broadcast_to(absolute, len(names))
     deviations = []
-    for name, relative, absolute, *projections in zip(names, tolerances, roundings, *arrays):
-        deviations += deviation(number + 1, quantity, name, projections, relative, floor, absolute)
+    for name, relative, distance, *tensors in zip(names, tolerances, absolutes, *arrays):
+        tensor = Triple(*tensors)
+        deviations += deviation(number, quantity, name, tensor, relative, floor, distance)
     return deviations
 
 
-def _changes(single: np.ndarray, perturbed: np.ndarray) -> np.ndarray:
+def _changes(arrays: Triple) -> np.ndarray:
     """Return how far perturbed inputs move each tensor, relative to its norm; 0 where that isn't known."""
+    single, perturbed, _ = arrays
     if single.shape != perturbed.shape:
         return np.zeros(len(single))
     norms = np.linalg.norm(single, axis=1) + 1e-30
@@ -249,46 +279,47 @@ def _changes(single: np.ndarray, perturbed: np.ndarray) -> np.ndarray:
 
 
 def _rounding_of_most(changes: np.ndarray, tolerance: float) -> float:
-    """Return the part of its norm that rounding explains in any variable, since it does so in most of them.
+    """Return the relative rounding to allow in each variable: a multiple of what most of them stay below.
 
     Sums of many terms, and Adam's update of a gradient near 0, are rounded in other variables than the perturbed run
     shows. What is rounding altogether, such as the gradient of a bias before batch normalization, has a large
     tolerance itself, and says nothing of the other variables.
     """
-    changes = changes[changes < max(_ALL_ROUNDING, TIMES_ROUNDING * tolerance)]
-    if not len(changes):
+    partial = changes[changes < max(_ALL_ROUNDING, TIMES_ROUNDING * tolerance)]
+    if not len(partial):
         return 0.0
-    return TIMES_ROUNDING * float(np.quantile(changes, _MAJORITY, method="lower"))
+    return TIMES_ROUNDING * float(np.quantile(partial, _MAJORITY, method="lower"))
 
 
 def deviation(
     step: int,
     quantity: str,
     name: str,
-    projections: Sequence[np.ndarray],
+    tensor: Triple,
     tolerance: float = _TOLERANCE,
     floor: float = 0.0,
-    rounding: float = 0.0,
+    absolute: float = 0.0,
 ) -> list[Deviation]:
-    """Return what differs between a tensor of one process, of the same with perturbed inputs, and of a rank.
+    """Return the deviation of a tensor, given as projections; nothing if rounding explains it.
 
     Allowed are, relative to a norm of at least ``floor``, ``tolerance`` and what the perturbed inputs do; and
-    ``rounding``.
+    ``absolute``.
     """
-    single, perturbed, rank = projections
+    single, perturbed, rank = tensor
     if np.isnan(single).all() and np.isnan(rank).all():
         return []
     trial = Trial(single, [perturbed])
     size = max(trial.size, floor + 1e-30)
-    allowed = trial.allowed(0.0, tolerance * size + rounding)
+    allowed = trial.allowed(0.0, tolerance * size + absolute)
     distance = trial.distance(rank)
     if distance <= allowed:
         return []
     # The multiple of the single process's tensor that is nearest to the rank's.
     ratio = float(np.dot(rank, single) / max(np.dot(single, single), 1e-60))
-    if not _is_multiple(rank, single, ratio, size, allowed / size):
-        return [Deviation(step, quantity, name, None, distance / size, allowed / size)]
-    return [Deviation(step, quantity, name, ratio, distance / size, allowed / size)]
+    multiple = None
+    if _is_multiple(rank, single, ratio, size, allowed / size):
+        multiple = ratio
+    return [Deviation(step, quantity, name, multiple, distance / size, allowed / size)]
 
 
 def _is_multiple(

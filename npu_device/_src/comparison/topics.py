@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+# Causes name a call on one of these.
 ADAPTED = "adapted"
 ADD_LOSS = "add_loss"
 ALL_REDUCE = "all_reduce"
 AVERAGE_LOSS = "compute_average_loss"
-BATCH_NORM = "batch_norm"
 CLIP = "clip"
-EPOCH_END = "epoch end"
-EVALUATION = "evaluation"
 NORMALIZES_ALONE = "normalizes alone"
-QUIET = "quiet"
 RANDOM = "random"
-SEED = "seed"
 SHUFFLE = "shuffle"
 UNSEEDED = "unseeded"
+
+# Only notes on the verdict, and what it lists as not compared, speak of these.
+BATCH_NORM = "batch_norm"
+EPOCH_END = "epoch end"
+EVALUATION = "evaluation"
+QUIET = "quiet"
+SEED = "seed"

@@ -53,7 +53,7 @@ _NO_TIME = "no time (see --minutes)"
 class _SpeedProcess(ForkingProcess):
     """A process of ``npurun speed``."""
 
-    plan: TimedProcess
+    current: TimedProcess
 
     def __init__(self, start: TimedProcess, words: Sequence[str]) -> None:
         # The variables as npurun --hosts has to find them, whatever the script does to them.
@@ -79,7 +79,7 @@ class _SpeedProcess(ForkingProcess):
                 self._leave_out(setup, _NO_TIME)
         if self._measured.problem:
             return
-        least = self.plan.rounds
+        least = self.current.rounds
         minutes = least * sum(self._seconds_of_run.values()) / 60
         self._say(f"{counted(least, 'round')}: about {minutes:.1f} min")
         for number in itertools.count(1):
@@ -97,30 +97,30 @@ class _SpeedProcess(ForkingProcess):
 
     def redirect_output(self, process: PlannedProcess) -> None:
         # On other hosts, npurun takes what ranks print.
-        if not self.plan.is_on_hosts:
+        if not self.current.is_on_hosts:
             super().redirect_output(process)
 
     def become(self, process: PlannedProcess) -> None:
         super().become(process)
-        plan = self.plan
-        if plan.is_on_hosts:
+        current = self.current
+        if current.is_on_hosts:
             # npurun has bound a rank on hosts already.
             return
         # TensorFlow is imported in this process, but has made no threads yet.
         machine = read_machine()
-        sets = core_sets(machine, plan.ranks, plan.binding)
+        sets = core_sets(machine, current.ranks, current.binding)
         if sets:
-            os.sched_setaffinity(0, cpus_of(sets[plan.rank]))
-        threads = threads_of_rank(machine, plan.ranks, sets)
+            os.sched_setaffinity(0, cpus_of(sets[current.rank]))
+        threads = threads_of_rank(machine, current.ranks, sets)
         # Limited as npurun does it, also where a quota is smaller than the host.
-        if plan.ranks > 1 and threads is not None:
+        if current.ranks > 1 and threads is not None:
             environment.NPU_DEVICE_CORES.set(str(threads))
 
     def _run(self, setup: Setup, round_name: str) -> Iterator[Sequence[PlannedProcess]]:
         """Yield the processes of a run, unless npurun starts them."""
         self._begin = time.monotonic()
         self._ticks = _ticks_of_others()
-        self._processes = self.plan.run_of(setup, round_name)
+        self._processes = self.current.run_of(setup, round_name)
         if self._processes[0].is_on_hosts:
             self._run_on_hosts()
         else:
@@ -237,8 +237,8 @@ class _SpeedProcess(ForkingProcess):
 
     def _conclude(self) -> None:
         """Keep what the runs so far show, where npurun finds it whenever it ends this process."""
-        self._measured = outcome.outcome(self.plan, self._runs, self._left_out)
-        self._measured.save(Path(self.plan.directory))
+        self._measured = outcome.outcome(self.current, self._runs, self._left_out)
+        self._measured.save(Path(self.current.directory))
 
     def _say(self, text: str) -> None:
         # The console is for progress, while the script's own output goes to a file.
@@ -247,7 +247,7 @@ class _SpeedProcess(ForkingProcess):
     def recorder(self) -> Any:
         from npu_device._src.speed.step_clock import StepClock
 
-        return StepClock(self.plan)
+        return StepClock(self.current)
 
 
 def _ticks_of_others() -> int:

@@ -58,13 +58,13 @@ class Run:
     Attributes:
         times: of all ranks.
         lost_cores: how many cores other programs took that the run lacked.
-        is_job: rank 0 has opened npu_device. This and ``analysis`` are known of the first round, which is traced.
+        joined: rank 0 has opened npu_device. This and ``analysis`` are known of the first round, which is traced.
         analysis: where the time of a step goes; None for one process, or where nothing was reduced.
     """
 
     times: Sequence[Times]
     lost_cores: float
-    is_job: bool
+    joined: bool
     analysis: Analysis | None
 
     @property
@@ -225,7 +225,7 @@ def _problem(setup: Setup, runs: Sequence[Run], rows_of_one: float | None, batch
             f"{rows_of_one:.4g}: nothing can be compared unless that is the same, or the batch of each rank"
         )
     # Ranks that reduce gradients make their steps together.
-    if setup.ranks > 1 and not run.is_job:
+    if setup.ranks > 1 and not run.joined:
         return (
             f"the script doesn't open npu_device on {setup.ranks} ranks, so that each trains a model of its own.\n"
             "What to do: give --replicate or --horovod, or see what npurun port shows"
@@ -323,7 +323,7 @@ def _choice(start: TimedProcess, by_ratio: Sequence[Speedup]) -> list[str]:
     verdicts = [speedup.verdict for speedup in by_ratio]
     if "faster" in verdicts:
         best = by_ratio[verdicts.index("faster")]
-        words = [*start.launch_words(best.setup), *["--replicate"] * start.replicate]
+        words = [*start.launch_words(best.setup), *["--replicate"] * start.replicates]
         return [f"npurun {' '.join(words)}: {best.ratio:.2f} times as fast as one process"]
     if set(verdicts) == {"slower"}:
         return ["stay with one process: it is faster than any number of ranks that was measured"]

@@ -73,22 +73,21 @@ class StepClock:
         self._epoch_steps = 0  # steps of the latest epoch
         self._first_step = 0  # number of steps before that epoch
         self._is_done = False
-        wrap((tf.Graph, "__init__", after(self._begin_anew)))
+        wrap(tf.Graph, "__init__", after(self._begin_anew))
         threading.Thread(target=self._watch, name="npu_speed", daemon=True).start()
 
     def install(self, module: Any) -> None:
         """Wrap the optimizers of a Keras package, and in the first round its models."""
         if module is tf or module.__name__ == "npu_device.distribute":
             return
-        wrap(*((*method, self._apply) for method in compat.gradient_entries(module)))
+        for owner, name in compat.gradient_entries(module):
+            wrap(owner, name, self._apply)
         callbacks = module.callbacks.CallbackList
-        wrap(
-            (callbacks, "on_epoch_begin", after(self._begin_epoch)),
-            (callbacks, "on_epoch_end", after(self._end_epoch)),
-            (callbacks, "on_train_end", after(self._end_fit)),
-        )
+        wrap(callbacks, "on_epoch_begin", after(self._begin_epoch))
+        wrap(callbacks, "on_epoch_end", after(self._end_epoch))
+        wrap(callbacks, "on_train_end", after(self._end_fit))
         if self._process.round == TRACED:
-            wrap((module.Model, "__call__", self._call))
+            wrap(module.Model, "__call__", self._call)
 
     def _apply(self, original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         self._optimizers[id(optimizer)] = optimizer
@@ -128,7 +127,7 @@ class StepClock:
         self._epoch_steps = self._steps() - self._first_step
         # The epoch begins after the validation, and what callbacks write.
         if self._has_short_epochs:
-            self._look(ends_epoch=True)
+            self._mark_time(ends_epoch=True)
 
     def _end_fit(self, callbacks: Any) -> None:
         # The script may go on with a loop of its own.
@@ -141,10 +140,10 @@ class StepClock:
             while self._steps() == steps:
                 time.sleep(_LOOK_SECONDS)
             if not self._has_short_epochs:
-                self._look(ends_epoch=False)
+                self._mark_time(ends_epoch=False)
             time.sleep(_PAUSE_SECONDS)
 
-    def _look(self, ends_epoch: bool) -> None:
+    def _mark_time(self, ends_epoch: bool) -> None:
         """Begin with the timed steps, or keep their times if there are enough."""
         mark = _Mark(time.monotonic(), self._steps(), int(self._rows), ends_epoch)
         begin = self._begin

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from npu_device._src.comparison.compare import Deviation, deviation
+from npu_device._src.comparison.compare import Deviation, Triple, deviation
 from npu_device._src.testing.run import run
 
 _SEED = 20201
@@ -147,8 +147,8 @@ def _deviations(reference: _Training, noisy: _Training, training: _Training) -> 
         for number, epoch in enumerate(epochs, start=1):
             deviations = []
             for name in epoch[0]:
-                arrays = [np.atleast_1d(variables[name]) for variables in epoch]
-                deviations += deviation(number, attribute, name, arrays)
+                tensor = Triple(*(np.atleast_1d(variables[name]) for variables in epoch))
+                deviations += deviation(number, attribute, name, tensor)
             lines += map(_line, deviations)
             # Later epochs follow from the first that deviates.
             if deviations:

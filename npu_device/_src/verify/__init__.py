@@ -1,1 +1,6 @@
-"""``npurun verify``: runs a script for a few steps as one process and on N ranks, and finds where they diverge."""
+"""``npurun verify``: runs a script for a few steps as one process and on N ranks, and finds where they diverge.
+
+To run it: ``plan``, ``forking``, ``runner``, ``step_recorder``, ``script_calls``,
+``phases``. To judge what the runs have left:
+``verdict``, ``compared_run``, ``causes``, and ``comparison/`` below them.
+"""

@@ -1,6 +1,7 @@
 """The causes that ``npurun verify`` knows, each with what has to be seen. ``causes.md`` has what to say.
 
-A cause is a function that returns where it is (``Where``).
+A cause is a function that returns where it is (``Where``). Begin with the list ``CAUSES`` below the functions: it has
+their names and their order.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ def adapted_to_a_part(run: ComparedRun) -> Where:
 
 def divided_without_seed(run: ComparedRun) -> Where:
     """Return the shuffle that has no seed, and comes before the data is divided."""
+    # No numbers show it, since verify doesn't shuffle.
     return run.line_in_script(topics.UNSEEDED)
 
 
@@ -51,7 +53,7 @@ def different_seeds(run: ComparedRun) -> Where:
     return _call_with_different_outcomes(topics.SHUFFLE, run.ranks)
 
 
-def not_broadcast(run: ComparedRun) -> Where:
+def different_starts(run: ComparedRun) -> Where:
     """Return the phase that ranks begin with different variables, rank 0 with those of one process."""
     step = run.different_start()
     # Where rank 0 differs from one process, too, something has set the variables.
@@ -60,7 +62,7 @@ def not_broadcast(run: ComparedRun) -> Where:
     return step.single.phase
 
 
-def set_before_the_first_step(run: ComparedRun) -> Where:
+def state_before_the_first_step(run: ComparedRun) -> Where:
     """Return the variables that no rank has as one process when an optimizer makes its first step."""
     step = run.different_start()
     if step is None:
@@ -92,7 +94,7 @@ def not_reduced(run: ComparedRun) -> Where:
     return None
 
 
-def updates_apart(run: ComparedRun) -> Where:
+def updates_differ(run: ComparedRun) -> Where:
     """Return the phase whose ranks have different variables before or after they apply the same gradients."""
     # Weights are recorded before a step, so that those after it are with its successor.
     successor = run.single.successor(run.index)
@@ -118,7 +120,7 @@ def random_with_samples(run: ComparedRun) -> Where:
     return None
 
 
-def other_samples(run: ComparedRun) -> Where:
+def different_samples(run: ComparedRun) -> Where:
     """Return which samples the ranks together read in the first step in which one process reads others."""
     return next(iter(run.different_samples().values()), None)
 
@@ -169,7 +171,7 @@ def mean_summed(run: ComparedRun) -> Where:
     return run.line(topics.ALL_REDUCE) or "by an optimizer"
 
 
-def set_in_the_step(run: ComparedRun) -> Where:
+def state_in_the_step(run: ComparedRun) -> Where:
     """Return the variables that no optimizer trains, and that deviate when gradients begin to.
 
     A deviation alone says nothing: a step may add up the ranks' parts at its end.
@@ -195,7 +197,7 @@ def multiplied_updates(run: ComparedRun) -> Where:
     return None
 
 
-def other_updates(run: ComparedRun) -> Where:
+def different_updates(run: ComparedRun) -> Where:
     """Return the variables that the same gradients update differently."""
     if run.first_deviations():
         return None
@@ -209,7 +211,7 @@ def random_in_the_step(run: ComparedRun) -> Where:
     return None
 
 
-def other_gradients(run: ComparedRun) -> Where:
+def different_gradients(run: ComparedRun) -> Where:
     """Return the variables whose gradients deviate."""
     return run.described(GRADIENT) or None
 
@@ -219,7 +221,7 @@ def metric_of_sums(run: ComparedRun) -> Where:
     return run.different_log(of_metrics=True)
 
 
-def other_logs(run: ComparedRun) -> Where:
+def different_logs(run: ComparedRun) -> Where:
     """Return the number in the logs that isn't that of one process, and is no metric."""
     return run.different_log(of_metrics=False)
 
@@ -251,29 +253,29 @@ CAUSES: tuple[tuple[str, Cause], ...] = (
     ("adapt saw part of the data", adapted_to_a_part),
     ("shuffle seed differs per rank", divided_without_seed),
     ("shuffle seed differs per rank", different_seeds),
-    ("different starts", not_broadcast),
-    ("state in the step", set_before_the_first_step),
+    ("different starts", different_starts),
+    ("state in the step", state_before_the_first_step),
     ("discarded result", discarded_result),
     ("only the loss is reduced", only_loss_reduced),
     ("not reduced", not_reduced),
-    ("updates differ per rank", updates_apart),
+    ("updates differ per rank", updates_differ),
     ("same samples", same_samples),
     (RANDOM, random_with_samples),
-    ("different samples", other_samples),
+    ("different samples", different_samples),
     ("normalized alone", normalized_alone),
     ("clipped before the reduction", clipped_before_reduction),
     ("add_loss per sample", loss_per_sample_added),
     ("global batch size", global_batch_size),
     ("sum averaged", sum_averaged),
     ("mean summed", mean_summed),
-    ("state in the step", set_in_the_step),
+    ("state in the step", state_in_the_step),
     ("scaled rate", scaled_rate),
     ("updates by the number of ranks", multiplied_updates),
-    ("different updates", other_updates),
+    ("different updates", different_updates),
     (RANDOM, random_in_the_step),
-    ("unknown", other_gradients),
+    ("unknown", different_gradients),
     ("metric of sums", metric_of_sums),
-    ("different logs", other_logs),
+    ("different logs", different_logs),
 )
 """Section of ``causes.md`` and cause. The order decides: the first cause that a run shows is the one that is named, so
 those that name a line, or explain the deviations that others look at, come first.
@@ -282,7 +284,7 @@ those that name a line, or explain the deviations that others look at, come firs
 CAUSES_WITH_HOROVOD: tuple[tuple[str, Cause], ...] = (
     ("Horovod: not reduced", horovod_not_reduced),
     ("Horovod: different variables", horovod_different_variables),
-    ("Horovod: not the average", other_gradients),
+    ("Horovod: not the average", different_gradients),
 )
 """The same for a script with Horovod's names, whose ranks are compared with each other only."""
 
@@ -290,7 +292,7 @@ CAUSES_WITH_HOROVOD: tuple[tuple[str, Cause], ...] = (
 def cause_of(run: ComparedRun) -> tuple[str, str]:
     """Return name and text of the most specific cause; both "" if N ranks give the single-process result."""
     causes = CAUSES
-    if run.single.horovod:
+    if run.single.by_horovod:
         causes = CAUSES_WITH_HOROVOD
     for name, cause in causes:
         where = cause(run)

@@ -85,7 +85,8 @@ class ComparedRun:
             self.deviations += [
                 deviation for deviation in deviations if deviation.quantity == STATE
             ]
-        # The first step whose gradients or updates deviate is the one to explain: later ones follow from it.
+        # The first step whose gradients or updates deviate is the one to explain: later ones follow from it. Other
+        # variables don't count: a step may add up the ranks' parts of them at its end.
         deviating = [deviation.step for deviation in self.deviations if deviation.quantity != STATE]
         self.first_number = min(deviating, default=0)  # number of that step, from 1; 0 without one
         self.index = max(self.first_number, 1) - 1  # index of that step, or of the first step
@@ -128,7 +129,8 @@ class ComparedRun:
         """Return the calls of rank 0 that led to the first step that deviates.
 
         A step that is traced once runs many times, so these are the calls before any step of its optimizer. Without
-        any, they are those of the optimizer whose step comes next: one call may serve several that take turns.
+        any, they are those of the optimizer whose step comes next: if several take turns, one call may serve them all,
+        and is kept for the one that makes its step first.
         """
         steps = self.ranks[0].steps
         optimizer = steps[self.index].optimizer

@@ -1,9 +1,9 @@
 """One process that begins a script, and becomes the processes of all runs by forks.
 
-It runs the script as ``python`` would until TensorFlow is imported, which is most of a script's start. There it becomes
-the others, one run after the other. Each goes on by itself, as a single process or with the variables of a rank.
-Variables that the script sets before (``TF_USE_LEGACY_KERAS``) count. A script that asks for its rank earlier is
-forked when it asks.
+It runs the script as ``python`` would until TensorFlow is imported, which is most of a script's start, and has started
+no threads yet, which a fork would lose. There it becomes the others, one run after the other. Each goes on by itself,
+as a single process or with the variables of a rank. Variables that the script sets before (``TF_USE_LEGACY_KERAS``)
+count. A script that asks for its rank earlier is forked when it asks, unless it lists all variables.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from npu_device._src.verify.plan import DONE, LOG, PROBLEM, START, PlannedProces
 
 SEED = 20201
 INDIVISIBLE = "the global batch size must be divisible by the number of ranks"
-"""What the error of a rank says whose batch can't be divided."""
+"""What the error of a rank says whose batch can't be divided: that of ``shard_and_rebatch_dataset``."""
 
 _TAIL_LINES = 25
 
 
 class ForkingProcess(ABC):
-    """This process, which becomes the processes of all runs.
+    """This process, which becomes the processes of all runs. Its output and its files are redirected at once.
 
     Attributes:
-        plan: what this process is to be.
+        current: what this process is now.
     """
 
     def __init__(self, start: PlannedProcess, script: str) -> None:
@@ -70,7 +70,7 @@ class ForkingProcess(ABC):
         environ_class = type(os.environ)
         self._read_variable = environ_class.__getitem__
         # Made for any number of ranks, since only the names of the variables count.
-        names = replace(self.plan, run="names", ranks=2).environment()
+        names = replace(self.current, run="names", ranks=2).environment()
 
         def read(environ: Any, name: str) -> str:
             if name in names:
@@ -80,8 +80,11 @@ class ForkingProcess(ABC):
         environ_class.__getitem__ = read  # type: ignore[method-assign]
 
     def _fork(self) -> None:
-        """Become the processes of all runs, one run after the other; return in each of them."""
-        if self.plan.run != START:
+        """Become the processes of all runs, one run after the other.
+
+        This returns in each of them, and at once in those that are forked already, but never in the first process.
+        """
+        if self.current.run != START:
             return
         # The method is put back before the fork, since later reads of the script are no reason to fork.
         type(os.environ).__getitem__ = self._read_variable  # type: ignore[method-assign]
@@ -89,11 +92,13 @@ class ForkingProcess(ABC):
         sys.stderr.flush()
         # Kept, since Python sets its random state anew in every fork.
         random_state = random.getstate()
-        # The ranks of a run start together, since they need each other; runs follow one another, since they would
-        # compete for memory.
+        # The ranks of a run start together, since they need each other. Runs follow one another, since they would
+        # compete for memory, and since ranks read what the single process has recorded.
         for processes in self.runs():
-            # Each run begins with the files that were written before the fork.
-            self._redirection.copy(processes[0].files)
+            # Each run begins with the files that were written before the fork. The single process and its twin have
+            # files of their own.
+            for folder in {process.files for process in processes}:
+                self._redirection.copy(folder)
             running = {}
             for process in processes:
                 pid = os.fork()
@@ -110,7 +115,7 @@ class ForkingProcess(ABC):
 
     def become(self, process: PlannedProcess) -> None:
         """Go on as a process: with its files, its output and the variables of its job."""
-        self.plan = process
+        self.current = process
         process.folder.mkdir(parents=True)
         self.redirect_output(process)
         os.environ.update(process.environment())
@@ -125,7 +130,7 @@ class ForkingProcess(ABC):
     def imported(self, modules: Sequence[ModuleType]) -> None:
         """Go on as one of the processes, and wrap what the script has imported."""
         self._fork()
-        if self.plan.replicate and self.plan.ranks > 1:
+        if self.current.replicates and self.current.ranks > 1:
             self._models.imported(modules)
         if self._recorder is None:
             self._recorder = self.recorder()
@@ -156,23 +161,23 @@ def _end_all(pids: Sequence[int]) -> None:
         os.waitpid(pid, 0)
 
 
-def run_script(process: ForkingProcess, words: Sequence[str]) -> None:
+def run_script(forking: ForkingProcess, words: Sequence[str]) -> None:
     """Run a script, of which these are path and arguments, in a process that forks."""
-    # Kept, since the plan of this process changes when it becomes another one.
-    start = process.plan
+    # Kept, since this changes in a process that becomes another one.
+    start = forking.current
     sys.argv = list(words)
     # Seeded before the script runs, so that all processes draw alike also where it sets no seed.
     random.seed(SEED)
     np.random.seed(SEED)
-    AfterImport(process.imported, "npu_device.distribute")
+    AfterImport(forking.imported, "npu_device.distribute")
     try:
-        run_main(words[0], start.module)
+        run_main(words[0], start.is_module)
     except BaseException:
         # Errors of a child are the script's, and end it as without verify.
-        if process.plan.run != START:
+        if forking.current.run != START:
             raise
         traceback.print_exc()
-    if process.plan.run == START:
+    if forking.current.run == START:
         report_problem(start, "ended before its first step")
 
 

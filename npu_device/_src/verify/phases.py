@@ -2,8 +2,9 @@
 
 A phase is the steps that one optimizer makes from one place of the script: from a call of ``fit``, or from a line of a
 loop, with the lines that called it. A ``fit`` ends early, once its optimizers have made their steps. A loop goes on,
-and its further steps aren't recorded. After a limit of time, the single process begins no new phase, and ends. All
-other processes go as far as it did.
+and its further steps aren't recorded. After a limit of time, the single process begins no new phase. Once those that
+have begun have their steps, a thread writes DONE, and the process that waits for it (``forking.py``) kills this one,
+wherever the script is. All other processes go as far as the single one did, and end likewise.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ class Phases:
         # The innermost line and the outermost one tell phases apart for a reader.
         lines = " from ".join(dict.fromkeys([*stack[:1], *stack[-1:]]))
         label = f"{self._classes.get(optimizer, optimizer)}, {lines}"
-        return {"optimizer": optimizer, "number": self._totals[optimizer], "phase": label}
+        return {"optimizer": optimizer, "optimizer_step": self._totals[optimizer], "phase": label}
 
     def end_fit(self) -> Any:
         """End a ``fit`` whose optimizers have made their steps. Return its model; None without one."""
@@ -157,7 +158,7 @@ class Phases:
 
     def _is_enough(self) -> bool:
         if self._process.is_single:
-            return self._is_time_over()
+            return self._end_by_time()
         return self._is_as_far_as_single()
 
     def _is_as_far_as_single(self) -> bool:
@@ -171,8 +172,8 @@ class Phases:
             recorded[name] >= count for name, count in self._single_steps.items()
         )
 
-    def _is_time_over(self) -> bool:
-        """Return True if the time for further phases is over, and those that have begun have their steps."""
+    def _end_by_time(self) -> bool:
+        """Close the phases if their time is over; return True if those that have begun have their steps."""
         time_now = time.monotonic()
         if not self._first_time or time_now - self._first_time < self._process.seconds:
             return False

@@ -13,9 +13,9 @@ from npu_device._src.membership.rank_environment import table_environment
 
 # The files that processes leave.
 LOG = "output.log"
-PROBLEM = "problem.txt"
-DONE = "done"
-FAILED = "failed.txt"
+PROBLEM = "problem.txt"  # of the process of START: why nothing can be compared
+DONE = "done"  # of a process that has recorded enough; the one that waits writes it for one that has ended
+FAILED = "failed.txt"  # of the process that waits: how this one failed
 
 START = "start"
 """The run whose process begins the script, and becomes all others."""
@@ -27,11 +27,13 @@ class PlannedProcess:
 
     directory: str  # folder of all runs
     steps: int  # steps of every optimizer to record
-    module: bool = False  # the script is the name of a module
-    replicate: bool = False  # ranks replicate the models of the script
+    is_module: bool = False  # the script is the name of a module
+    replicates: bool = False  # ranks replicate the models of the script
     # Seconds after its first step in which the single process begins further phases.
     seconds: float = 30.0
-    run: str = START  # name of its run
+    run: str = (
+        START  # name of its run: of all its ranks, but one process and its twin have one each
+    )
     ranks: int = 1  # number of ranks of its run; 1 for a process without a job
     rank: int = 0
     perturbed: bool = False  # the single process's twin, whose inputs are changed in their last bit
@@ -49,9 +51,11 @@ class PlannedProcess:
     @property
     def name(self) -> str:
         """Return what messages call its run."""
-        if self.ranks == 1:
-            return "one process"
-        return f"{self.ranks} ranks"
+        if self.ranks > 1:
+            return f"{self.ranks} ranks"
+        if self.perturbed:
+            return "one process with perturbed inputs"
+        return "one process"
 
     @property
     def single(self) -> PlannedProcess:
@@ -64,7 +68,7 @@ class PlannedProcess:
         return self == self.single
 
     def environment(self) -> dict[str, str]:
-        """Return the variables that describe its job to it."""
+        """Return the variables that describe its job to it; the rank table is written once."""
         if self.ranks == 1:
             return {}
         # The folder of the run, in which the rank table lies.
@@ -75,7 +79,7 @@ class PlannedProcess:
         }
 
     def runs(self, sizes: Sequence[int]) -> list[list[PlannedProcess]]:
-        """Return the processes of each run: one process and its perturbed twin, then those of each number of ranks.
+        """Return the processes that run at a time: one and its perturbed twin, then those of each number of ranks.
 
         ``sizes`` ascend. The first is the number that was asked for; all others are tried beside it.
         """

@@ -33,76 +33,76 @@ _MOST_TIMES_SLOWER = 10  # ranks than the single process, before they are ended
 class _VerifiedProcess(ForkingProcess):
     """A process of ``npurun verify``."""
 
-    def __init__(self, plan: PlannedProcess, sizes: Sequence[int], script: str) -> None:
-        self._runs = plan.runs(sizes)
+    def __init__(self, start: PlannedProcess, sizes: Sequence[int], script: str) -> None:
+        self._runs = start.runs(sizes)
+        self._requested_ranks = sizes[0]
         self._single_seconds = 0.0
-        super().__init__(plan, script)
+        super().__init__(start, script)
 
     def runs(self) -> Iterator[Sequence[PlannedProcess]]:
         return iter(self._runs)
 
     def wait(self, running: dict[int, PlannedProcess]) -> None:
         began = time.monotonic()
-        # The run after the single process has the number of ranks that was asked for.
-        _wait(running, self._runs[1], self._single_seconds)
+        _wait(running, self._requested_ranks, self._single_seconds)
         # Measured once, for the first run: that of one process and its twin.
         self._single_seconds = self._single_seconds or time.monotonic() - began
 
     def recorder(self) -> Any:
         from npu_device._src.verify.step_recorder import StepRecorder
 
-        return StepRecorder(self.plan, SEED)
+        return StepRecorder(self.current, SEED)
 
 
-def _wait(
-    running: dict[int, PlannedProcess], requested: Sequence[PlannedProcess], single_seconds: float
-) -> None:
+def _wait(running: dict[int, PlannedProcess], requested_ranks: int, single_seconds: float) -> None:
     """Wait until each process of a run has recorded its last step or ended.
 
-    Ranks may take a multiple of the seconds of the single process; 0 for no limit. Only a number of ranks above the
-    requested one may fail to divide the batch.
+    Ranks may take a multiple of the seconds of the single process; 0 for no limit.
     """
     deadline = math.inf
     if single_seconds:
         deadline = time.monotonic() + max(_MOST_TIMES_SLOWER * single_seconds, RECORDS_SECONDS)
     while not are_done(running.values()):
         is_late = time.monotonic() > deadline
+        # What has left no record yet is waited for until ``npurun verify`` ends everything.
         if is_late and all(compare.exists(process.folder) for process in running.values()):
             break
         end = next_end(running)
         if end is None:
             continue
         process, code = end
+        how = "ended before its first step"
+        if code:
+            how = f"failed with exit code {code}"
         # By default 3 ranks are tried as well, although 3 doesn't divide every batch.
-        is_extra = process.ranks > requested[0].ranks
+        is_extra = process.ranks > requested_ranks
         if code and is_extra and INDIVISIBLE in output_of(process):
             break
-        _take_note_of_end(process, code)
-        # A rank that fails leaves the others waiting for it.
+        if not (compare.exists(process.folder) and compare.load(process.folder).steps):
+            if not is_extra:
+                report_problem(process, how)
+            # What ranks say for which nobody has asked must not hide what the others show.
+            _keep_failure(process, how)
+            break
         if code:
+            _keep_failure(process, how)
+            # A rank that fails leaves the others waiting for it.
             deadline = min(deadline, time.monotonic() + OTHERS_FAIL_SECONDS)
+        # Other processes go as far as this one, and look for this file to know how far that is.
+        (process.folder / DONE).touch()
 
 
-def _take_note_of_end(process: PlannedProcess, code: int) -> None:
-    """Keep how a process has ended; end this one if it has left no step."""
-    end = "ended before its first step"
-    if code:
-        end = f"failed with exit code {code}"
-    if not (compare.exists(process.folder) and compare.load(process.folder).steps):
-        report_problem(process, end)
-    if code:
-        (process.folder / FAILED).write_text(problem_text(process, end), encoding="utf-8")
-    # Other processes go as far as this one, and look for this file to know how far that is.
-    (process.folder / DONE).touch()
+def _keep_failure(process: PlannedProcess, how: str) -> None:
+    (process.folder / FAILED).write_text(problem_text(process, how), encoding="utf-8")
 
 
 def main(arguments: Sequence[str]) -> None:
     """Run a script as all processes, and record their steps."""
     settings = json.loads(arguments[0])
     sizes = settings.pop("sizes")
-    plan = PlannedProcess(**settings)
+    start = PlannedProcess(**settings)
     words = arguments[1:]
-    run_script(_VerifiedProcess(plan, sizes, words[0]), words)
+    run_script(_VerifiedProcess(start, sizes, words[0]), words)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,7 @@
 imported them: of a tensor a few fixed random projections, of a batch a digest of each row.
 
 Optimizers are wrapped for the gradients that enter them after any reduction; models for the rows of their batches;
-callbacks for the logs; other calls since their line explains a difference. Noise is taken out: dropout, noise and
-augmentation layers pass their inputs on, shuffling keeps the order, and batch normalisation that isn't synchronized
-uses its moving statistics.
+callbacks for the logs. ``script_calls.py`` wraps other calls.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ import inspect
 import sys
 import threading
 import weakref
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Callable
@@ -26,12 +23,10 @@ import tensorflow as tf
 
 from npu_device._src import compat
 from npu_device._src.collectives import job
-from npu_device._src.collectives.call import user_line
 from npu_device._src.comparison import noise, topics
-from npu_device._src.comparison.compare import Record, RecordedCall, RecordedStep, load
+from npu_device._src.comparison.compare import Record, RecordedStep
 from npu_device._src.gradients.reduction import send_uncompressed
 from npu_device._src.trace.trace import leading_to
-from npu_device._src.training.distribute.synchronized_layers import normalizes_alone
 from npu_device._src.training.fit.graph_lines import where
 from npu_device._src.training.optimizers.accumulation import reduce_in_each_step
 from npu_device._src.training.sharding.divisible import divide_no_updates
@@ -40,31 +35,32 @@ from npu_device._src.training.watching.digests import variable_name
 from npu_device._src.verify.phases import Phases, acting_between_epochs
 from npu_device._src.verify.plan import PlannedProcess
 from npu_device._src.verify.projections import digests_of, projected
-from npu_device._src.verify.wrapping import ModelCalls, after, fixing, wrap
+from npu_device._src.verify.script_calls import ScriptCalls
+from npu_device._src.verify.wrapping import ModelCalls, fixing, wrap
 from npu_device._src.world.current_step import current_step
 
 _SCOPE = "npu_verify"  # name scope of the operations that record
-_DRAWING_CALLS = ("normal", "uniform", "truncated_normal", "categorical", "shuffle")
-_ADAPTED = ("mean", "variance", "bin_boundaries")
-_LARGE_CHANGE = 0.125  # relative change of inputs where nothing is compared with one process
+_LARGE_CHANGE = 0.125  # relative change of inputs where ranks are only compared with each other
 
 
 class StepRecorder:
-    """The record of this process, and its hooks. TensorFlow's are installed at once, and it is seeded."""
+    """The record of this process, and its hooks. TensorFlow's are installed at once, and it is seeded.
+
+    What belongs to a step comes one after the other. The call of a model adds rows to ``_next_step``, and other calls
+    are kept in ``_calls``. When the optimizer is called, or traced, these become the calls before its steps. When it
+    makes a step, that is ``_next_step``. Then come its logs.
+    """
 
     def __init__(self, process: PlannedProcess, seed: int) -> None:
         self._process = process
-        self._seed = seed
         self._record = Record()
         self._next_step = RecordedStep()
         self._lock = threading.RLock()
         self._phases = Phases(process, self._record, self._lock)
-        self._calls: list[RecordedCall] = []  # calls since the last step that was made or traced
+        self._calls = ScriptCalls(process, seed, self._record, self._lock)
         self._optimizer_names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self._models: list = []
         self._states: dict[str, list] = {}  # untrained variables, by the optimizer's name
-        # The lines that shuffle without a seed, by the dataset.
-        self._unseeded: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self._model_calls = ModelCalls()
         self._optimizer_count = 0
         self._is_recorded = False  # True if the latest step is recorded
@@ -73,89 +69,44 @@ class StepRecorder:
         send_uncompressed()
         reduce_in_each_step()
         divide_no_updates()
-        tf.random.set_seed(seed)
-        tf.compat.v1.get_default_graph().seed = seed
+        wrap(tf.GradientTape, "gradient", self._gradient)
+        wrap(tf.compat.v1.train.Optimizer, "apply_gradients", self._apply)
+        # Taken from the class that defines it, for all sessions.
         session_classes = tf.compat.v1.Session.__mro__
         session = next(base for base in session_classes if "run" in vars(base))
-        wrap(
-            (tf.data.Dataset, "shuffle", self._shuffle),
-            (tf.GradientTape, "gradient", self._gradient),
-            (tf.Graph, "__init__", after(self._seed_graph)),
-            (session, "run", self._run),
-            (tf.compat.v1.train.Optimizer, "apply_gradients", self._apply),
-            *((tf.random, name, functools.partial(self._drawn, name)) for name in _DRAWING_CALLS),
-            (tf.random, "set_seed", self._noting(topics.SEED)),
-            (tf.compat.v1, "set_random_seed", self._noting(topics.SEED)),
-            (tf.nn, "compute_average_loss", self._noting(topics.AVERAGE_LOSS)),
-            (tf, "clip_by_global_norm", self._noting(topics.CLIP)),
-            (tf, "clip_by_norm", self._noting(topics.CLIP)),
-        )
+        wrap(session, "run", self._run)
 
     def install(self, module: Any) -> None:
         """Wrap the classes of a Keras package, or the calls of this package."""
         if module.__name__ == "npu_device.distribute":
-            wrap(
-                (module, "all_reduce", self._all_reduce),
-                (module, "shard_and_rebatch_dataset", self._divide),
-            )
+            self._calls.wrap_distribute(module)
         elif module is not tf:
             self._wrap_keras(module)
+            self._calls.wrap_keras(module)
 
     def _wrap_keras(self, keras: Any) -> None:
-        classes = [layer for _, layer in inspect.getmembers(keras.layers, inspect.isclass)]
-        adapted = [layer for layer in classes if "adapt" in vars(layer)]
-        # Taken from the class that defines it, since Keras compares the two when it loads a model.
-        compiled = next(base for base in keras.Model.__mro__ if "compile" in vars(base))
-        wrap(
-            *((*method, self._apply) for method in compat.gradient_entries(keras)),
+        for owner, name in compat.gradient_entries(keras):
+            wrap(owner, name, self._apply)
+        for owner, name in compat.loss_scale_entries(keras):
             # The loss scale begins at 1, since a large one overflows in other steps on each rank.
-            *((*method, fixing(initial_scale=1.0)) for method in compat.loss_scale_entries(keras)),
-            (keras.Model, "__call__", self._call_model),
-            (keras.Model, "fit", functools.partial(self._fit, keras)),
-            (keras.Model, "evaluate", functools.partial(self._evaluate, "evaluate")),
-            (keras.Model, "predict", functools.partial(self._evaluate, "predict")),
-            # XLA is off, since it can't call Python.
-            (compiled, "compile", fixing(jit_compile=False)),
-            (keras.callbacks.CallbackList, "on_train_batch_end", self._batch_ended),
-            (keras.callbacks.CallbackList, "on_epoch_end", self._epoch_ended),
-            (keras.layers.Layer, "add_loss", self._add_loss),
-            (keras.utils, "set_random_seed", self._noting(topics.SEED)),
-            *((layer, "adapt", after(self._note_adapted)) for layer in adapted),
-        )
-        for layer in noise.noisy_layers(keras):
-            layer.call = noise.quiet(layer.call, self._note_quiet)
-        batch_norm = keras.layers.BatchNormalization
-        batch_norm.call = noise.quiet(
-            batch_norm.call, lambda layer: self._note(topics.BATCH_NORM, detail=layer.name)
-        )
-        wrap((batch_norm, "call", self._normalize))
-
-    def _note_quiet(self, layer: Any) -> None:
-        """Note a layer that would draw random numbers."""
-        # Recurrent layers have these rates, of 0 by default; other layers are there to draw.
-        if getattr(layer, "dropout", 1) or getattr(layer, "recurrent_dropout", 0):
-            self._note(topics.QUIET, detail=layer.name)
-
-    def _normalize(self, original: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Note a layer that trains by the samples of one rank, despite ``synchronized=True``."""
-        arguments = inspect.signature(original).bind(layer, *args, **kwargs).arguments
-        outputs = original(layer, *args, **kwargs)
-        # The layer is asked after its call, since it may get its method during the first one.
-        if job.current() is not None and arguments.get("training") and normalizes_alone(layer):
-            self._note(topics.NORMALIZES_ALONE, detail=layer.name)
-        return outputs
-
-    def _note(self, topic: str, line: str = "", detail: str = "", outcome: Any = None) -> None:
-        """Keep a call of the script with its line, once."""
-        call = RecordedCall(topic, line or user_line(), detail, outcome)
-        with self._lock:
-            for calls in (self._record.calls, self._calls):
-                if call not in calls:
-                    calls.append(call)
+            wrap(owner, name, fixing(initial_scale=1.0))
+        model = keras.Model
+        wrap(model, "__call__", self._call_model)
+        wrap(model, "fit", functools.partial(self._fit, keras))
+        for name in ("evaluate", "predict"):
+            wrap(model, name, functools.partial(self._evaluate, name))
+        # Taken from the class that defines it, since Keras compares the two when it loads a model.
+        compiled = next(base for base in model.__mro__ if "compile" in vars(base))
+        # XLA is off, since it can't call Python.
+        wrap(compiled, "compile", fixing(jit_compile=False))
+        callbacks = keras.callbacks.CallbackList
+        wrap(callbacks, "on_train_batch_end", self._batch_ended)
+        wrap(callbacks, "on_epoch_end", self._epoch_ended)
 
     def _keep_before(self, tensors: Sequence, keep: Callable[..., None]) -> Any:
-        """Call a function with the arrays of tensors, now or when the graph runs; None stands for no gradient. Return
-        the context of what is to happen after that.
+        """Call a function with the arrays of tensors, now or when the graph runs; None stands for no gradient.
+
+        Return a context: in a graph, the operations that are made in it wait for the call.
         """
 
         def keep_locked(*arrays: Any) -> np.bool_:
@@ -164,11 +115,12 @@ class StepRecorder:
             return np.bool_(True)
 
         with tf.name_scope(_SCOPE):
-            no_gradient = np.float32(np.nan)
-            dense = [
-                tf.convert_to_tensor(no_gradient if tensor is None else tensor)
-                for tensor in tensors
-            ]
+            dense = []
+            for tensor in tensors:
+                if tensor is None:
+                    dense.append(tf.constant(np.nan))
+                else:
+                    dense.append(tf.convert_to_tensor(tensor))
             if tf.executing_eagerly():
                 keep_locked(*(tensor.numpy() for tensor in dense))
                 return contextlib.nullcontext()
@@ -189,7 +141,9 @@ class StepRecorder:
         applied, trained = zip(*[pair for pair in pairs if pair[1] is not None])
         self._note_random_operations(applied)
         name = self._name_of_optimizer(optimizer)
-        weights = [*trained, *self._states.setdefault(name, _states(self._models, trained))]
+        # Found in the first step, since a step is only the successor of another with the same names.
+        states = self._states.setdefault(name, _states(self._models, trained))
+        weights = [*trained, *states]
         names = list(map(variable_name, weights))
         keep = functools.partial(self._keep_step, name, names, len(trained))
         after_record = self._keep_before([*applied, *weights], keep)
@@ -207,19 +161,19 @@ class StepRecorder:
         tensors = tf.nest.flatten(gradients, expand_composites=True)
         for operation in leading_to([tensor.op for tensor in tensors if tensor is not None]):
             if "Random" in operation.type and _SCOPE not in operation.name:
-                self._note(topics.RANDOM, where(operation), operation.type)
+                self._calls.note(topics.RANDOM, where(operation), operation.type)
 
     def _name_of_optimizer(self, optimizer: Any) -> str:
         """Return the name of an optimizer that makes or traces a step, and keep the calls that led to it."""
-        # Optimizers are known by object, since their names repeat.
+        # Optimizers are known by object, since their names repeat. They are numbered by their first step, whose order
+        # is the same in all processes.
         with self._lock:
             if optimizer not in self._optimizer_names:
                 self._optimizer_names[optimizer] = f"optimizer {self._optimizer_count}"
                 self._optimizer_count += 1
             name = self._optimizer_names[optimizer]
             calls = self._record.calls_before.setdefault(name, [])
-            calls += [call for call in self._calls if call not in calls]
-            self._calls.clear()
+            calls += [call for call in self._calls.pop() if call not in calls]
             self._phases.entered(name, type(optimizer).__name__)
             return name
 
@@ -253,8 +207,8 @@ class StepRecorder:
     def _by_horovod(self) -> bool:
         """Note and return whether the script has called Horovod's ``init``."""
         face = sys.modules.get("npu_device._src.horovod.process")
-        self._record.horovod |= bool(face and face.is_initialized())
-        return self._record.horovod
+        self._record.by_horovod |= bool(face and face.is_initialized())
+        return self._record.by_horovod
 
     # Models
 
@@ -266,39 +220,42 @@ class StepRecorder:
             self._models.append(model)
         tensors = list(_tensors(next(iter([*args, *kwargs.values()]), None)))
         rows: Any = np.int32(-1)
-        # What another model has made isn't a sample.
         if compat.are_recorded(tensors):
+            # What another model has made isn't a sample.
             rows = np.int32(0)
-        # Only ``fit`` tells how many of the rows count.
         elif step is not None:
+            # Only ``fit`` tells how many of the rows count.
             rows = step.share.rows * tf.cast(step.share.sum_factor, tf.int32)
         with self._keep_before([rows, *tensors], self._keep_rows):
             if args and not tf.executing_eagerly():
-                # The inputs depend on the count, or a function may count the rows in the next step.
+                # The model takes copies that are made after the count: an operation whose result nobody takes could
+                # run at any time, and count the rows in the next step.
                 args = (tf.nest.map_structure(_identity, args[0]), *args[1:])
-        last_bit = noise.last_bit(model.compute_dtype)
-        self._record.last_bit = max(self._record.last_bit, last_bit)
-        fraction = last_bit * self._process.perturbed
-        # With Horovod's names, each rank has to have gradients of its own.
-        if self._by_horovod():
-            fraction = _LARGE_CHANGE
-        change = functools.partial(noise.changed, by=fraction, seed=self._process.rank)
-        if fraction and args:
+        change_by = self._change_of(model)
+        change = functools.partial(noise.changed, by=change_by, seed=self._process.rank)
+        if change_by and args:
             args = (tf.nest.map_structure(change, args[0]), *args[1:])
         with self._model_calls.begin():
             outputs = original(model, *args, **kwargs)
-        if fraction:
+        if change_by:
+            # Inputs may be whole numbers, which don't change.
             outputs = tf.nest.map_structure(change, outputs)
         return outputs
+
+    def _change_of(self, model: Any) -> float:
+        """Return by which part of themselves the inputs of a model are changed in this process."""
+        last_bit = noise.last_bit(model.compute_dtype)
+        self._record.last_bit = max(self._record.last_bit, last_bit)
+        # With Horovod's names, each rank has to have gradients of its own.
+        if self._by_horovod():
+            return _LARGE_CHANGE
+        if self._process.perturbed:
+            return last_bit
+        return 0.0
 
     def _keep_rows(self, count: np.ndarray, *arrays: np.ndarray) -> None:
         """Count the rows of a batch as samples of the next step."""
         self._next_step.rows.update(digests_of(count, *arrays))
-
-    def _add_loss(self, original: Any, layer: Any, loss: Any, *args: Any, **kwargs: Any) -> Any:
-        if not callable(loss) and getattr(getattr(loss, "shape", None), "rank", None):
-            self._note(topics.ADD_LOSS)
-        return original(layer, loss, *args, **kwargs)
 
     def _batch_ended(self, original: Any, callbacks: Any, batch: Any, logs: Any = None) -> Any:
         numbers = {
@@ -327,29 +284,21 @@ class StepRecorder:
     def _fit(self, keras: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
         arguments = inspect.signature(original).bind(*args, **kwargs).arguments
         if arguments.get("validation_data") is not None or arguments.get("validation_split"):
-            self._note(topics.EVALUATION, detail="the validation in fit")
+            self._calls.note(topics.EVALUATION, detail="the validation in fit")
         names = acting_between_epochs(keras.callbacks, arguments.get("callbacks"))
 
         def note_cut() -> None:
             if names:
-                self._note(topics.EPOCH_END, detail=", ".join(names))
+                self._calls.note(topics.EPOCH_END, detail=", ".join(names))
 
         # Shuffling is off, since ranks and one process have to read the same order.
         return self._phases.fit(original, note_cut, *args, **{**kwargs, "shuffle": False})
 
     def _evaluate(self, call: str, original: Any, *args: Any, **kwargs: Any) -> Any:
         # The validation of ``fit`` calls this, too, and has been noted by its line.
-        self._note(topics.EVALUATION, detail=call)
+        self._calls.note(topics.EVALUATION, detail=call)
         self._phases.note_place()
         return original(*args, **kwargs)
-
-    def _note_adapted(self, layer: Any) -> None:
-        state: Any = [np.array(getattr(layer, name, None)).tolist() for name in _ADAPTED]
-        if hasattr(layer, "get_vocabulary"):
-            state = layer.get_vocabulary()
-        self._note(
-            topics.ADAPTED, detail=repr(layer.name), outcome=zlib.crc32(repr(state).encode())
-        )
 
     def _run(self, original: Any, session: Any, fetches: Any, *args: Any, **kwargs: Any) -> Any:
         steps = len(self._record.steps)
@@ -366,61 +315,6 @@ class StepRecorder:
                 {f"fetched number {position}": number for position, number in enumerate(numbers)}
             )
         return fetched
-
-    # Data and randomness
-
-    def _seed_graph(self, graph: Any) -> None:
-        if type(graph) is tf.Graph:
-            graph.seed = self._seed
-
-    def _shuffle(
-        self,
-        original: Any,
-        dataset: Any,
-        buffer_size: Any,
-        seed: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        number = len(self._record.of(topics.SHUFFLE))
-        call = RecordedCall(
-            topics.SHUFFLE, user_line(), outcome=seed if seed is None else int(seed)
-        )
-        self._record.calls.append(call)
-        if seed is not None and self._process.ranks > 1:
-            single = load(self._process.single.folder)
-            # A seed that differs from that of one process is left as it is, for the judge to find.
-            if single.of(topics.SHUFFLE)[number : number + 1] != [call]:
-                return original(dataset, buffer_size, seed, *args, **kwargs)
-        if seed is None and not self._record.of(topics.SEED):
-            # Another object, since several datasets may be made from one that was shuffled.
-            dataset = dataset.take(-1)
-            self._unseeded[dataset] = call.line
-        return dataset
-
-    def _divide(self, original: Any, dataset: Any, *args: Any, **kwargs: Any) -> Any:
-        for source in compat.datasets_of(dataset):
-            if source in self._unseeded:
-                self._note(topics.UNSEEDED, self._unseeded[source], "without a seed")
-        return original(dataset, *args, **kwargs)
-
-    def _drawn(self, name: str, original: Any, *args: Any, **kwargs: Any) -> Any:
-        if tf.executing_eagerly() and compat.a_tape_records():
-            self._note(topics.RANDOM, detail=f"tf.random.{name}")
-        return original(*args, **kwargs)
-
-    def _noting(self, topic: str) -> Callable:
-        """Return a hook that notes a call on a topic."""
-        return functools.partial(self._noted, topic)
-
-    def _noted(self, topic: str, original: Any, *args: Any, **kwargs: Any) -> Any:
-        self._note(topic)
-        return original(*args, **kwargs)
-
-    def _all_reduce(self, original: Any, values: Any, *args: Any, **kwargs: Any) -> Any:
-        count = sum(tensor is not None for tensor in tf.nest.flatten(values))
-        self._note(topics.ALL_REDUCE, outcome=count)
-        return original(values, *args, **kwargs)
 
 
 def _states(models: Sequence, trained: Sequence) -> list:

@@ -11,10 +11,9 @@ from npu_device._src import compat
 from npu_device._src.world.current_step import current_step
 
 
-def wrap(*hooks: tuple[Any, str, Callable]) -> None:
-    """Let hooks be called instead of attributes of modules and classes, with these as their first argument."""
-    for owner, name, hook in hooks:
-        setattr(owner, name, _wrapped(getattr(owner, name), hook))
+def wrap(owner: Any, name: str, hook: Callable) -> None:
+    """Let a hook be called instead of an attribute of a module or class, with that as its first argument."""
+    setattr(owner, name, _wrapped(getattr(owner, name), hook))
 
 
 def _wrapped(original: Callable, hook: Callable) -> Callable:

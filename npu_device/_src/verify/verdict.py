@@ -1,0 +1,292 @@
+"""Judges what the runs of ``npurun verify`` have left: the cause of a difference, and what wasn't compared.
+
+``causes.py`` has the causes, ``report.py`` prints the verdict.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from npu_device._src.comparison import compare, topics
+from npu_device._src.comparison.compare import Record, RecordedCall
+from npu_device._src.verify import causes
+from npu_device._src.verify.compared_run import ComparedRun, ComparedStep
+from npu_device._src.verify.plan import FAILED, PlannedProcess
+
+# Exit codes.
+SAME = 0
+DIFFERS = 1
+NOT_COMPARABLE = 3
+
+_FAILED = "failed"
+_RESULT = "N ranks give the single-process result"
+_AVERAGE = "all ranks apply the average of their gradients"
+_SHOWN = 8
+
+_NO_SEED = "the script sets no seed; verify has set one. Call npu.open(seed=…) so that all ranks draw alike."
+_NOT_SYNCHRONIZED = (
+    "not compared: batch normalization with the samples of each rank, in {layers}; they aren't synchronized, and used "
+    "their moving statistics. For the single-process result: BatchNormalization(synchronized=True)."
+)
+_QUIET = "not compared: dropout and noise, which were off, in {layers}."
+_NORMALIZES_ALONE = (
+    "{layers}: BatchNormalization(synchronized=True) used the samples of each rank by itself. Announce the layer "
+    "before its first call: npu.distribute.broadcast(model.weights) before the first step; or use "
+    "npu.distribute.SyncBatchNormalization."
+)
+_CLIPS = "each rank clips its own gradients before they are reduced, {line}. Reduce them first."
+_HOROVOD = (
+    "with Horovod's names, N ranks aren't one process: they were compared with each other only."
+)
+_HOROVOD_SAMPLES = (
+    "all ranks read the same samples: dataset.shard(hvd.size(), hvd.rank()) gives each its own."
+)
+
+
+@dataclass
+class Verdict:
+    """The outcome."""
+
+    code: int  # exit code
+    cause: str  # name of the cause; "" if it is the same
+    text: str  # what it means, and what to do
+    table: list[str] = field(default_factory=list)  # a line for each step and number of ranks
+    notes: list[str] = field(default_factory=list)
+    ranks: int = 0  # number of ranks on which it was seen
+    # Ratios of the first deviating gradients, as in ``Deviation``.
+    ratios: dict[str, float | None] = field(default_factory=dict)
+    missed: list[str] = field(default_factory=list)  # what the comparison hasn't reached
+
+
+def judge(runs: Sequence[Sequence[PlannedProcess]]) -> Verdict:
+    """Compare the records that the runs have left: of one process and its perturbed twin, and of each number of ranks.
+
+    The runs are in the order of ``PlannedProcess.runs``: numbers of ranks ascend.
+    """
+    single, perturbed = (compare.load(process.folder) for process in runs[0])
+    verdict = Verdict(SAME, "", "")
+    notes = _notes_of_script(single, runs[0][0].replicates)
+    missed = _missed(single, runs[0])
+    failures = []
+    for processes in runs[1:]:
+        size = len(processes)
+        failure = _failure(processes)
+        folders = [process.folder for process in processes]
+        records = [compare.load(folder) for folder in folders if compare.exists(folder)]
+        # If the ranks for which the user has asked make no steps, npurun verify has ended already.
+        if sum(bool(record.steps) for record in records) < size:
+            if failure:
+                missed.append(f"{size} ranks: {failure}")
+            else:
+                notes.append(
+                    f"{size} ranks were left out: the global batch size can't be divided by {size}."
+                )
+            continue
+        if records[0].by_horovod:
+            # Other notes are on what is compared with one process.
+            notes = [_HOROVOD]
+            run = _run_with_horovod(records)
+        else:
+            run = _run_with_single(single, perturbed, records)
+            missed += _missed_by_ranks(single, records)
+        cause, explanation = causes.cause_of(run)
+        notes += _notes_of_run(run, cause)
+        verdict.table += _table(run)
+        verdict.text = verdict.text or _sameness(run.single)
+        # The smallest number of ranks that differs has the verdict; more ranks differ for the same reason.
+        if cause and not verdict.cause:
+            verdict = _verdict_on(run, cause, explanation, verdict.table)
+        # If one process fails, too, it is the script's own error.
+        if failure and not _failure(runs[0][:1]):
+            failures.append((run, failure))
+    if failures:
+        run, failure = failures[0]
+        if verdict.cause:
+            # A cause says more than an error, which may follow from it.
+            missed.append(f"what follows an error: {failure}")
+        else:
+            # The rank may have failed after steps that are as in one process: comparing alone would praise it.
+            explanation = f"{failure}\nBefore that, {_sameness(run.single)}"
+            verdict = Verdict(NOT_COMPARABLE, _FAILED, explanation, verdict.table, ranks=run.size)
+    verdict.notes = list(dict.fromkeys(notes))
+    verdict.missed = list(dict.fromkeys(missed))
+    return verdict
+
+
+def _run_with_single(single: Record, perturbed: Record, records: Sequence[Record]) -> ComparedRun:
+    # Only steps that all have made are compared; the others are listed.
+    common, common_perturbed, *ranks = compare.aligned([single, perturbed, *records])
+    return ComparedRun(common, common_perturbed, ranks)
+
+
+def _run_with_horovod(records: Sequence[Record]) -> ComparedRun:
+    # There is no single process to compare with: the average of the ranks stands for it.
+    ranks = compare.aligned(records)
+    average = compare.average_of(ranks)
+    return ComparedRun(average, average, ranks)
+
+
+def _verdict_on(run: ComparedRun, cause: str, explanation: str, table: list[str]) -> Verdict:
+    """Return the verdict on a run that has a cause."""
+    code = DIFFERS
+    if cause in (causes.NO_CALL, causes.RANDOM):
+        code = NOT_COMPARABLE
+    if len(_phases(run.single)) > 1:
+        explanation = f"in {run.phase}: {explanation}"
+    ratios = {deviation.variable: deviation.ratio for deviation in run.first_deviations()}
+    return Verdict(code, cause, explanation, table, ranks=run.size, ratios=ratios)
+
+
+def _phases(record: Record) -> dict[str, int]:
+    """Return the number of recorded steps of each phase."""
+    return dict(Counter(step.phase for step in record.steps))
+
+
+def _sameness(record: Record) -> str:
+    """Return what is the same, and for how many steps of each phase."""
+    claim = _RESULT
+    if record.by_horovod:
+        claim = _AVERAGE
+    phases = [
+        f"{count} step{'s' * (count > 1)} of {phase}" for phase, count in _phases(record).items()
+    ]
+    hidden = len(phases) - _SHOWN
+    if hidden > 0:
+        phases[_SHOWN:] = [f"and {hidden} more phases"]
+    return f"{claim}, for {', '.join(phases)}."
+
+
+def _missed(single: Record, run: Sequence[PlannedProcess]) -> list[str]:
+    """Return what the single process hasn't reached, or its twin."""
+    missed = []
+    process = run[0]
+    failure = _failure(run)
+    if failure:
+        missed.append(f"what follows an error: {failure}")
+    if single.ended_at:
+        missed.append(
+            f"what follows {process.seconds:.0f} s after the first step, when the script was ended, in "
+            f"{single.ended_at}. --seconds sets this limit."
+        )
+    if single.unreached:
+        lines = ", ".join(single.unreached)
+        missed.append(f"calls that train or evaluate in {lines}, which weren't reached.")
+    missed += _missed_beside_steps(single)
+    if single.ended_at or failure:
+        for phase, count in _phases(single).items():
+            if count % process.steps:
+                missed.append(f"{phase}, after {count} steps.")
+    return missed
+
+
+def _missed_beside_steps(single: Record) -> list[str]:
+    """Return what a script does besides the steps that were compared."""
+    missed = []
+    evaluations: dict[str, RecordedCall] = {}
+    for call in single.of(topics.EVALUATION):
+        # A ``fit`` with validation is noted before the ``evaluate`` that it calls in the same line.
+        evaluations.setdefault(call.line, call)
+    if evaluations:
+        calls = list(map(str, evaluations.values()))
+        hidden = len(calls) - _SHOWN
+        if hidden > 0:
+            calls[_SHOWN:] = [f"{hidden} more calls"]
+        missed.append(f"{'; '.join(calls)}: only training steps are compared.")
+    for call in single.of(topics.EPOCH_END):
+        missed.append(
+            f"{call.detail} between epochs: the fit in {call.line} was ended within its first one."
+        )
+    return missed
+
+
+def _missed_by_ranks(single: Record, records: Sequence[Record]) -> list[str]:
+    """Return what the ranks haven't reached, unlike the single process."""
+    common = compare.aligned([single, *records])[0]
+    reached = Counter(_phases(common))
+    missed = []
+    for phase, count in _phases(single).items():
+        if reached[phase] < count:
+            missed.append(
+                f"{phase}: {len(records)} ranks made {reached[phase]} of its {count} steps."
+            )
+    return missed
+
+
+def _failure(run: Sequence[PlannedProcess]) -> str:
+    """Return how the first process of a run that failed did so; "" if all went well."""
+    paths = [process.folder / FAILED for process in run]
+    failures = [path for path in paths if path.exists()]
+    if not failures:
+        return ""
+    # The one that failed first most likely made the others fail.
+    earliest = min(failures, key=lambda path: path.stat().st_mtime)
+    return earliest.read_text(encoding="utf-8")
+
+
+def _notes_of_script(record: Record, replicate: bool) -> list[str]:
+    """Return notes on what verify has changed in the script."""
+    notes = []
+    # npurun --replicate gives all ranks a seed.
+    if not replicate and not record.of(topics.SEED):
+        notes.append(_NO_SEED)
+    quiet_layers = _layers(record.of(topics.QUIET))
+    if quiet_layers:
+        notes.append(_QUIET.format(layers=quiet_layers))
+    layers = _layers(record.of(topics.BATCH_NORM))
+    if layers:
+        notes.append(_NOT_SYNCHRONIZED.format(layers=layers))
+    return notes
+
+
+def _notes_of_run(run: ComparedRun, cause: str) -> list[str]:
+    """Return notes on what the ranks do by themselves without a difference that shows."""
+    notes = []
+    layers = _layers(run.ranks[0].of(topics.NORMALIZES_ALONE))
+    if layers:
+        notes.append(_NORMALIZES_ALONE.format(layers=layers))
+    if run.single.by_horovod and run.read_same_samples() and not run.shuffles_unseeded():
+        notes.append(_HOROVOD_SAMPLES)
+    line = run.clipped()
+    if line and not cause:
+        notes.append(_CLIPS.format(line=line))
+    return notes
+
+
+def _layers(calls: Sequence[RecordedCall]) -> str:
+    """Return the number and names of the layers in some calls; "" without any."""
+    names = list(dict.fromkeys(call.detail for call in calls))
+    if not names:
+        return ""
+    shown_names = ", ".join(names[:3]) + ", …" * (len(names) > 3)
+    return f"{len(names)} layer(s) ({shown_names})"
+
+
+def _table(run: ComparedRun) -> list[str]:
+    """Return a line for each step: its samples, and how far gradients and updates are off."""
+    different = run.different_samples()
+    has_phases = len(_phases(run.single)) > 1
+    lines = []
+    for step in run.steps:
+        samples = "same"
+        if step.number in different:
+            samples = "other"
+        line = f"{run.size:>5} {step.number:>5} {sum(step.single.rows.values()):>8} {samples:>8}"
+        line += _cell(run, step, compare.GRADIENT)
+        line += _cell(run, step, compare.UPDATE)
+        if has_phases:
+            line += f"  {step.single.phase}"
+        lines.append(line)
+    return lines
+
+
+def _cell(run: ComparedRun, step: ComparedStep, quantity: str) -> str:
+    """Return the largest deviation of a quantity in a step, as a cell of the table."""
+    errors = []
+    for deviation in run.deviations:
+        if deviation.step == step.number and deviation.quantity == quantity:
+            errors.append(deviation.relative_error)
+    if not errors:
+        return f"{'same':>12}"
+    return f"{f'off {max(errors):.0e}':>12}"
