@@ -163,8 +163,8 @@ class Attempt:
             PYTHONUNBUFFERED="1",
         )
         variables.update(self._launch.binding.variables())
-        if self._launch.memory is not None:
-            variables["NPU_DEVICE_MEMORY_COPIES"] = self._launch.memory.address
+        if self._launch.copy_memory is not None:
+            variables["NPU_DEVICE_MEMORY_COPIES"] = self._launch.copy_memory.address
         if options.replicate:
             # Ranks that iterate over sets of strings would otherwise do so in different orders.
             variables.setdefault("PYTHONHASHSEED", str(options.seed))

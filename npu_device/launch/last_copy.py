@@ -24,8 +24,8 @@ _COMMAND = (
 def is_needed(launch: Launch) -> bool:
     """Return whether there are copies to write, of which one line tells."""
     newest = {}
-    if launch.memory is not None:
-        newest = launch.memory.newer_than_disk()
+    if launch.copy_memory is not None:
+        newest = launch.copy_memory.newer_than_disk()
     for path, (step, size) in newest.items():
         launch.console.say(
             f"writing the copy of step {step} in memory, {amount(size)} on this host, to {path}; "

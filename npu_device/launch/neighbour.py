@@ -128,7 +128,7 @@ class Neighbour:
             line.send({"is_whole": slot.load_header() and slot.key == key})
             _answer(line)
 
-    # Taking
+    # The receiving side, in the threads of the ports
 
     def _take(self, line: TimedConnection, _: Any) -> None:
         """Take a copy of another host; an error ends its connection."""

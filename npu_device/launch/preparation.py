@@ -39,7 +39,7 @@ class Launch:
     directory: str
     events: Events
     reporter: Reporter
-    memory: Memory | None  # for copies of checkpoints; None if several nodes can't restart
+    copy_memory: Memory | None  # None if several nodes can't restart
     secret: bytes = field(repr=False)  # of the job, as the user has given it
     binding: Binding = field(init=False)
 
@@ -61,7 +61,7 @@ class Launch:
         with contextlib.suppress(OSError):
             text = Path(self.progress_file).read_text(encoding="utf-8", errors="replace")
             progress = text.strip()[:40] or None
-        copied = None if self.memory is None else self.memory.step()
+        copied = None if self.copy_memory is None else self.copy_memory.step()
         # A script may write anything into the file.
         if copied is None or (progress is not None and not progress.isdecimal()):
             return progress

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -14,6 +15,7 @@ from npu_device._src.wording import counted, ranges
 
 SIZES = {4: "4 B", 64 << 10: "64 KiB", 1 << 20: "1 MiB", 16 << 20: "16 MiB"}
 
+_DOMAINS = {"socket": "socket", "numa": "NUMA node", "l3cache": "L3 cache"}
 _LEAST_MEMORY = 1 << 30  # bytes a rank; TensorFlow itself takes about half of that
 _AS_FAST = 1.1  # an engine within this factor of the shortest time is as fast
 _SLOWER = 3  # measured for 100 MiB on two ranks (docs/notes.md)
@@ -47,7 +49,10 @@ class Facts:
         return sorted(cpu for core in self.physical_cores() for cpu in core.cpus)
 
     def physical_cores(self) -> list[Core]:
-        return [Core(number, tuple(cpus), *place) for number, cpus, *place in self.layout]
+        cores = []
+        for number, cpus, *place in self.layout:
+            cores.append(Core(number, tuple(cpus), *place))
+        return cores
 
 
 @dataclass(frozen=True)
@@ -253,17 +258,17 @@ def _crowded(job: CheckedJob, host: str, ranks: Sequence[int]) -> Iterator[str]:
         )
     sets = {rank: job.facts[rank].physical_cores() for rank in ranks}
     cpus = {rank: set(job.facts[rank].cores) for rank in ranks}
-    pairs = [
-        (rank, other)
-        for rank in ranks
-        for other in ranks
-        if rank < other and not cpus[rank] & cpus[other]
-    ]
+    numbers = {rank: {core.number for core in sets[rank]} for rank in ranks}
+    # Ranks that have the same cores aren't bound.
+    pairs = []
+    for rank, other in itertools.combinations(ranks, 2):
+        if not cpus[rank] & cpus[other]:
+            pairs.append((rank, other))
     for rank, other in pairs:
-        numbers = {core.number for core in sets[rank]} & {core.number for core in sets[other]}
-        if numbers:
+        common = numbers[rank] & numbers[other]
+        if common:
             yield (
-                f"ranks {rank} and {other} on host {host} have threads of the same core(s), {ranges(numbers)}: they "
+                f"ranks {rank} and {other} on host {host} have threads of the same core(s), {ranges(common)}: they "
                 "slow each other down.\nWhat to do: give npurun --bind-to core, which divides whole cores."
             )
     caches = {rank: {core.l3cache for core in sets[rank]} for rank in ranks}
@@ -293,13 +298,9 @@ def text(job: CheckedJob, problems: Sequence[str], warnings: Sequence[str]) -> s
     """Return the report: the verdict, tables of hosts and speeds, then problems and warnings."""
     ranks = counted(len(job.facts), "rank")
     hosts = counted(len(job.hosts), "host")
-    paragraphs = [
-        f"{ranks} on {hosts}: {verdict(problems)}",
-        _hosts(job),
-        "\n".join(_machines(job)),
-        _settings(job),
-        _speeds(job),
-    ]
+    paragraphs = [f"{ranks} on {hosts}: {verdict(problems)}", _hosts(job)]
+    paragraphs.append("\n".join(_machines(job)))
+    paragraphs += [_settings(job), _speeds(job)]
     paragraphs += [_numbered("problem", problems), _numbered("warning", warnings)]
     return "\n\n".join(filter(None, paragraphs))
 
@@ -336,9 +337,8 @@ def _hosts(job: CheckedJob) -> str:
         cores = str(facts.share)
         memory = f"{facts.free / 2**30:.1f} GiB"
         clock = _clock(facts, ranks)
-        rows.append(
-            [host, facts.machine, ranges(ranks), facts.address, interface, cores, memory, clock]
-        )
+        names = [host, facts.machine, ranges(ranks), facts.address, interface]
+        rows.append([*names, cores, memory, clock])
     return _table(rows)
 
 
@@ -346,16 +346,17 @@ def _machines(job: CheckedJob) -> Iterator[str]:
     """Yield what each host is made of, and the cores of each rank that doesn't share all of them."""
     for host, ranks in job.hosts.items():
         machine = job.machine_of(host)
-        amounts = [
-            counted(len(machine.domains("socket")), "socket"),
-            counted(len(machine.domains("numa")), "NUMA node"),
-            counted(len(machine.domains("l3cache")), "L3 cache"),
-            counted(len(machine.cores), "core"),
-            counted(sum(len(core.cpus) for core in machine.cores), "thread"),
-            f"{job.facts[ranks[0]].memory / 2**30:.1f} GiB",
-        ]
+        facts = [job.facts[rank] for rank in ranks]
+        amounts = []
+        for domain, noun in _DOMAINS.items():
+            amounts.append(counted(len(machine.domains(domain)), noun))
+        amounts.append(counted(len(machine.cores), "core"))
+        threads = sum(len(core.cpus) for core in machine.cores)
+        amounts.append(counted(threads, "thread"))
+        amounts.append(f"{facts[0].memory / 2**30:.1f} GiB")
         yield f"{host}: {', '.join(amounts)}"
-        if len({tuple(job.facts[rank].cores) for rank in ranks}) > 1:
+        sets = {tuple(rank.cores) for rank in facts}
+        if len(sets) > 1:
             for rank in ranks:
                 core_set = tuple(job.facts[rank].physical_cores())
                 yield f"  rank {rank}: {described(core_set, machine)}"
@@ -370,9 +371,10 @@ def _clock(facts: Facts, ranks: Sequence[int]) -> str:
 
 
 def _settings(job: CheckedJob) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in job.facts[0].versions.items())
+    versions_of_first = job.facts[0].versions
+    versions = ", ".join(f"{name} {version}" for name, version in versions_of_first.items())
     subject = "rank 0 runs"
-    if all(facts.versions == job.facts[0].versions for facts in job.facts):
+    if all(facts.versions == versions_of_first for facts in job.facts):
         subject = "all ranks run"
     lines = [f"{subject} {versions}"]
     if job.engine:
@@ -390,7 +392,9 @@ def _speeds(job: CheckedJob) -> str:
         columns.append(_column(f"between hosts, {engine}", seconds))
     lines = []
     if columns:
-        lines.append(_table(list(zip(["all_reduce of", *SIZES.values()], *columns))))
+        heads = ["all_reduce of", *SIZES.values()]
+        rows = list(zip(heads, *columns))
+        lines.append(_table(rows))
     if job.distance is not None:
         lines.append(_cores(job.distance))
     if job.between:
@@ -415,6 +419,8 @@ def _column(title: str, times: Sequence[float]) -> list[str]:
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows
-    )
+    lines = []
+    for row in rows:
+        cells = map(str.ljust, row, widths)
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)

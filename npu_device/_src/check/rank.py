@@ -66,8 +66,10 @@ def _gather(job: Job, name: str, content: Any) -> list:
 
 def _connected(job: Job) -> CheckedJob:
     """Return the facts of all ranks, and which of them can't connect."""
-    facts = [Facts(**fields) for fields in _gather(job, "facts", asdict(_facts(job)))]
-    failures = {**_unreachable(job, job.peers.addresses), **_unreachable(job, job.server_addresses)}
+    facts_of_ranks = _gather(job, "facts", asdict(_facts(job)))
+    facts = [Facts(**fields) for fields in facts_of_ranks]
+    failures = _unreachable(job, job.peers.addresses)
+    failures |= _unreachable(job, job.server_addresses)
     unreachable = []
     for failures_of_rank in _gather(job, "unreachable", failures):
         # JSON turns keys that are numbers into texts.
@@ -88,26 +90,26 @@ def _measured(job: Job, checked: CheckedJob) -> CheckedJob:
     within = None
     if len(cluster.neighbours) > 1:
         within = _by_size(job, "check_within", cluster.neighbours)
-    distance = (
-        _longest_distance(checked.cores_of(cluster.host)) if cluster.local_rank == 0 else None
-    )
+    distance = None
+    if cluster.local_rank == 0:
+        distance = _longest_distance(checked.cores_of(cluster.host))
     # All hosts measure first within, and then between them.
     _gather(job, "within", None)
     between: dict[str, list[float]] = {}
     if cluster.rank in leaders:
         between = _between(job, leaders, engines)
     by_rank = _gather(job, "speeds", [is_right, within, between, distance])
-    distances = [distance for *_, distance in by_rank if distance is not None]
+    right_of_all, within_of_all, between_of_all, distances = zip(*by_rank)
+    slowest_between: dict[str, Sequence[float]] = {}
+    for engine in engines:
+        slowest_between[engine] = _slowest(times.get(engine) for times in between_of_all)
     return replace(
         checked,
-        within=_slowest(within for _, within, *_ in by_rank),
-        between={
-            engine: _slowest(between.get(engine) for _, _, between, _ in by_rank)
-            for engine in engines
-        },
+        within=_slowest(within_of_all),
+        between=slowest_between,
         engine_in_use=job.hosts.engine,
-        distance=max(distances, default=None),
-        is_right=all(is_right for is_right, *_ in by_rank),
+        distance=_longest(distances),
+        is_right=all(right_of_all),
     )
 
 
@@ -131,8 +133,12 @@ def _sums_right(job: Job) -> bool:
 
 def _longest_distance(cores: Sequence[int]) -> float | None:
     """Return the longest time of an exchange between the first of some cores and each of the next ones."""
-    measured = [core_distance(cores[0], core) for core in cores[1:_CORES]]
-    return max((distance for distance in measured if distance is not None), default=None)
+    return _longest(core_distance(cores[0], core) for core in cores[1:_CORES])
+
+
+def _longest(distances: Iterable[float | None]) -> float | None:
+    measured = [distance for distance in distances if distance is not None]
+    return max(measured, default=None)
 
 
 def _slowest(times_of_ranks: Iterable[list[float] | None]) -> list[float]:
@@ -157,12 +163,15 @@ def _facts(job: Job | None) -> Facts:
         address = job.cluster.addresses[job.cluster.rank]
         share = job.cores
         offset, error = measure_clock(job)
-        ahead = None if error is None else -offset / 1e6
+        ahead = None
+        if error is not None:
+            ahead = -offset / 1e6
     interface = interface_of(address)
     bits = None
     if interface:
         bits = speed_of(interface)
-    memory = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    memory = dict(line.split(":") for line in lines)
     return Facts(
         host=host,
         machine=socket.gethostname(),
@@ -205,12 +214,12 @@ def _unreachable(job: Job, servers: tuple[str, ...]) -> dict[int, str]:
     targets.sort()
     # All at once, since a firewall that drops packets makes each connection wait.
     with ThreadPoolExecutor(16) as pool:
-        outcomes = pool.map(lambda rank: _connect(servers[rank]), targets)
-        return {
-            rank: f"{servers[rank]}: {outcome}"
-            for rank, outcome in zip(targets, outcomes)
-            if outcome
-        }
+        outcomes = list(pool.map(_connect, [servers[rank] for rank in targets]))
+    failures = {}
+    for rank, outcome in zip(targets, outcomes):
+        if outcome:
+            failures[rank] = f"{servers[rank]}: {outcome}"
+    return failures
 
 
 def _connect(server: str) -> str:
@@ -261,6 +270,7 @@ def _median_seconds(job: Job, group: Group, size: int) -> float:
     # The first call makes connections, and isn't timed.
     seconds()
     # The slowest rank decides, so that all ranks make the same number of calls.
-    slowest = float(all_reduce(job, tf.constant(seconds(), tf.float64), "max", group))
+    first_time = tf.constant(seconds(), tf.float64)
+    slowest = float(all_reduce(job, first_time, "max", group))
     repeats = min(50, max(3, int(MEASURED_SECONDS / slowest)))
     return statistics.median(seconds() for _ in range(repeats))

@@ -26,17 +26,18 @@ def changed(tensor: Any, by: float = _OF_FLOAT32, seed: int = 0) -> Any:
     """Return a tensor of floats, each changed by a part of itself up or down; anything else as it is."""
     if not isinstance(tensor, tf.Tensor) or not tensor.dtype.is_floating:
         return tensor
-    uniform = tf.random.stateless_uniform(tf.shape(tensor), [3, 5 + seed], dtype=tf.float32)
+    shape = tf.shape(tensor)
+    uniform = tf.random.stateless_uniform(shape, [3, 5 + seed], dtype=tf.float32)
     signs = tf.sign(uniform - 0.5)
     return tensor * tf.cast(1 + by * signs, tensor.dtype)
 
 
 def noisy_layers(keras: Any) -> list:
     """Return the classes of layers that draw random numbers in training."""
-    names = [
-        name for name in dir(keras.layers) if name in _NOISY.split() or name.startswith("Random")
-    ]
-    return [getattr(keras.layers, name) for name in names]
+    layers = keras.layers
+    noisy = _NOISY.split()
+    names = [name for name in dir(layers) if name in noisy or name.startswith("Random")]
+    return [getattr(layers, name) for name in names]
 
 
 def quiet(call: Callable, tell: Callable[[Any], None] = lambda layer: None) -> Callable:

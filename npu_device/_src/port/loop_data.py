@@ -34,8 +34,12 @@ def divide(port: Port, steps: list) -> None:
 
 def _is_made_once(port: Port, batch: Any) -> bool:
     """Return True unless a function that makes a dataset is called for several of them."""
-    makers = [node for node in port.around(batch) if isinstance(node, cst.FunctionDef)]
-    return all(sum(maker in port.callees(call) for call in port.calls) <= 1 for maker in makers)
+    for maker in port.around(batch):
+        if isinstance(maker, cst.FunctionDef):
+            callers = [call for call in port.calls if maker in port.callees(call)]
+            if len(callers) > 1:
+                return False
+    return True
 
 
 def _batch(port: Port, node: Any, depth: int = 0) -> Any:
@@ -45,12 +49,9 @@ def _batch(port: Port, node: Any, depth: int = 0) -> Any:
         return None
     if method(node) in WORDS_BY_TOPIC["batches"]:
         return node
+    has_argument = isinstance(node, cst.Call) and bool(node.args)
     # A call such as enumerate(data) gives the elements of its argument.
-    if (
-        isinstance(node, cst.Call)
-        and node.args
-        and port.called_word(node) in WORDS_BY_TOPIC["passes data on"]
-    ):
+    if has_argument and port.called_word(node) in WORDS_BY_TOPIC["passes data on"]:
         return _batch(port, node.args[0].value, depth + 1)
     if method(node) and not port.name(node.func) and not port.functions(node.func, node):
         # The call is a method of the dataset, such as ``prefetch``.
@@ -79,7 +80,8 @@ def _shard(port: Port, batch: Any, training: list) -> None:
         node = node.func.value
     statement = port.statement(batch)
     target = dotted(port.target(statement)) or "dataset"
-    call = f"npu.distribute.shard_and_rebatch_dataset({port.text(dataset)}, {port.text(size)})"
+    arguments = f"{port.text(dataset)}, {port.text(size)}"
+    call = f"npu.distribute.shard_and_rebatch_dataset({arguments})"
     port.insert(statement, f"{target}, rank_batch = {call}", after=False)
     port.replace(dataset, target)
     port.replace(size, "rank_batch")
@@ -91,8 +93,9 @@ def _shard(port: Port, batch: Any, training: list) -> None:
 
 def _resize(port: Port, size: str, training: list) -> None:
     """Give the batch size of the rank to what the functions of a loop draw or fill in the size of a batch."""
+    makers = WORDS_BY_TOPIC["draws"] + WORDS_BY_TOPIC["fills"]
     for call in port.calls:
-        if method(call) not in WORDS_BY_TOPIC["draws"] + WORDS_BY_TOPIC["fills"]:
+        if method(call) not in makers:
             continue
         uses = [node for node in walk(call) if isinstance(node, cst.Name) and node.value == size]
         if not uses or not any(port.runs(loop.body, [call]) for loop in training):
@@ -100,8 +103,8 @@ def _resize(port: Port, size: str, training: list) -> None:
         if method(call) in WORDS_BY_TOPIC["draws"]:
             # All ranks draw the same numbers, and each takes its own.
             port.replace(call, "{}" + SHARE)
-        # Ones are all the same, so that each rank makes only its number of them.
         else:
+            # Ones are all the same, so that each rank makes only its number of them.
             port.replace(uses[0], "{} // npu.distribute.size()")
         port.report(DONE, "batch size in a shape", call)
 

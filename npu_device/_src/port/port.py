@@ -33,7 +33,7 @@ class Guard(NamedTuple):
     """What a statement is put below, and whether the other ranks wait behind it."""
 
     head: str
-    waits: bool
+    others_wait: bool
 
 
 class Port(Script):
@@ -64,9 +64,9 @@ class Port(Script):
         if kind == OPEN:
             choices = RULES[rule].choices
         finding = Finding(rule, kind, line, code, text or RULES[rule].text, choices)
-        self.findings = sorted(
-            {*self.findings, finding}, key=lambda finding: (finding.line, finding.rule)
-        )
+        if finding not in self.findings:
+            self.findings.append(finding)
+            self.findings.sort(key=lambda finding: (finding.line, finding.rule))
 
     def insert(self, statement: Any, line: str, after: bool) -> None:
         """Put a line before or after a statement, once."""
@@ -76,9 +76,9 @@ class Port(Script):
         """Replace an expression, an argument or an import; {} in the template is what it was."""
         self._replaced[node] = template
 
-    def guard(self, statement: Any, head: str, waits: bool = False) -> None:
-        """Put a statement below ``head``; with ``waits``, a barrier follows."""
-        self._guards.setdefault(statement, Guard(head, waits))
+    def guard(self, statement: Any, head: str, others_wait: bool = False) -> None:
+        """Put a statement below ``head``; with ``others_wait``, a barrier follows."""
+        self._guards.setdefault(statement, Guard(head, others_wait))
 
     @property
     def is_open(self) -> bool:
@@ -96,7 +96,8 @@ class Port(Script):
         for statement, guard in self._guards.items():
             if statement not in with_lines:
                 guards[statement] = guard
-        return str(self.module.visit(_Changer(self._inserted, self._replaced, guards)).code)
+        changer = _Changer(self._inserted, self._replaced, guards)
+        return str(self.module.visit(changer).code)
 
 
 class _Changer(cst.CSTTransformer):
@@ -113,12 +114,14 @@ class _Changer(cst.CSTTransformer):
         if original in self._replaced:
             return self._replacement(original, updated)
         if isinstance(original, BLOCKS):
-            return updated.with_changes(body=list(self._block(zip(original.body, updated.body))))
+            statements = zip(original.body, updated.body)
+            return updated.with_changes(body=list(self._block(statements)))
         return updated
 
     def _replacement(self, original: Any, updated: Any) -> Any:
         """Return the nodes that replace one, whose own parts may have been changed before."""
-        code = cst.Module([]).code_for_node(updated).strip().rstrip(",")
+        code = cst.Module([]).code_for_node(updated)
+        code = code.strip().rstrip(",")
         code = self._replaced[original].replace("{}", code)
         if isinstance(original, cst.Arg):
             arguments = list(cst.parse_expression(f"_({code})").args)
@@ -159,13 +162,13 @@ def _guarded(guard: Guard, statements: list) -> Iterator:
     body = [leading.with_changes(leading_lines=())]
     for statement in following:
         # Only lines with a comment are indented, since the others are empty.
-        lines = [
-            line.with_changes(indent=line.comment is not None) for line in statement.leading_lines
-        ]
+        lines = []
+        for line in statement.leading_lines:
+            lines.append(line.with_changes(indent=line.comment is not None))
         body.append(statement.with_changes(leading_lines=lines))
     head = cst.parse_statement(f"{guard.head}:\n    pass\n")
     yield head.with_changes(leading_lines=leading.leading_lines, body=cst.IndentedBlock(body))
-    if guard.waits:
+    if guard.others_wait:
         yield cst.parse_statement("npu.distribute.barrier()")
 
 

@@ -262,7 +262,8 @@ def _guard(port: Port, call: Any, action: str) -> bool:
     # The other ranks would miss a statement that does more than this call.
     if not _is_plain(port, statement, call):
         return False
-    port.guard(statement, _MAIN, waits=action in ("save", "write") and _is_read(port, statement))
+    others_wait = action in ("save", "write") and _is_read(port, statement)
+    port.guard(statement, _MAIN, others_wait)
     return True
 
 

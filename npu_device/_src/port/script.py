@@ -182,19 +182,14 @@ class Script:
         full_name = self._imported_name(node)
         if not full_name:
             owner = root(node)
-            alias = next(
-                (self._aliases[name] for name in self._local_names(owner) if name in self._aliases),
-                "",
-            )
-            if not alias:
+            names = [name for name in self._local_names(owner) if name in self._aliases]
+            if not names:
                 return ""
-            full_name = alias + spelled[len(owner.value) :]
+            full_name = self._aliases[names[0]] + spelled[len(owner.value) :]
         return _KERAS.sub("keras", _TENSORFLOW.sub("tensorflow", full_name))
 
     def _imported_name(self, node: Any) -> str:
-        names = [
-            name.name for name in self._qualified(node) if name.source is QualifiedNameSource.IMPORT
-        ]
+        names = self._names_from(QualifiedNameSource.IMPORT, node)
         # The last import counts where there are several, in try and except for example.
         return max(names, key=self._import_index, default="")
 
@@ -206,20 +201,19 @@ class Script:
         return max(matches, default=-1), name
 
     def _local_names(self, node: Any) -> list[str]:
-        return sorted(
-            name.name for name in self._qualified(node) if name.source is QualifiedNameSource.LOCAL
-        )
+        return sorted(self._names_from(QualifiedNameSource.LOCAL, node))
 
-    def _qualified(self, node: Any) -> Any:
+    def _names_from(self, source: QualifiedNameSource, node: Any) -> list[str]:
         names = self._qualified_names.get(node, ())
         # LibCST looks names up when they are asked for.
         if callable(names):
-            return names()
-        return names
+            names = names()
+        return [name.name for name in names if name.source is source]
 
     def called_word(self, call: Any) -> str:
         """Return the last word of what is called: "reduce_mean" of ``tf.reduce_mean(x)``."""
-        return last_word(self.name(call.func) or dotted(call.func) or method(call))
+        name = self.name(call.func) or dotted(call.func)
+        return last_word(name or method(call))
 
     # Where values come from
 
@@ -249,23 +243,21 @@ class Script:
             assignment = self.assigned(node)
         # A name without an assignment is a parameter.
         if assignment is None:
-            return [
-                passed
-                for function in self.takers(name, node)[:1]
-                for passed in self._arguments(name, function)
-            ]
+            takers = self.takers(name, node)
+            if not takers:
+                return []
+            return list(self._arguments(name, takers[0]))
         if assignment.portion == _WHOLE:
             return [assignment.value]
         position = assignment.portion.position
         if position is None:
             return []
-        # a, b = f(), where f returns x, y
-        tuples = [
-            origin for origin in self.origins(assignment.value) if isinstance(origin, cst.Tuple)
-        ]
-        return [
-            origin.elements[position].value for origin in tuples if position < len(origin.elements)
-        ]
+        origins = []
+        for origin in self.origins(assignment.value):
+            # a, b = f(), where f returns x, y
+            if isinstance(origin, cst.Tuple) and position < len(origin.elements):
+                origins.append(origin.elements[position].value)
+        return origins
 
     def _returned(self, call: Any) -> list:
         """Return what the functions of the script that a call runs return."""
@@ -348,22 +340,23 @@ class Script:
             return []
         # The class of an object whose method is called isn't looked for.
         if not isinstance(node, cst.Name):
-            named = [function for function in self._functions if function.name.value == name]
-            return [
-                function for function in named if isinstance(self.scope(function), cst.ClassDef)
-            ]
+            return self._named(name, are_methods=True)
         # A call of a class, such as Model(), runs its ``__init__``.
         if name in self.classes:
             owner = self.classes[name]
-            candidates = [
-                function for function in self._functions if function.name.value == "__init__"
-            ]
-            candidates = [function for function in candidates if self.scope(function) is owner]
+            makers = self._named("__init__", are_methods=True)
+            candidates = [maker for maker in makers if self.scope(maker) is owner]
         else:
-            named = [function for function in self._functions if function.name.value == name]
-            candidates = [
-                function for function in named if not isinstance(self.scope(function), cst.ClassDef)
-            ]
+            candidates = self._named(name, are_methods=False)
         # The last definition before the call counts.
         earlier = [function for function in candidates if self.line(function) < self.line(call)]
         return (earlier or candidates)[-1:]
+
+    def _named(self, name: str, are_methods: bool) -> list:
+        """Return the methods of a name, of any class, or the other functions."""
+        functions = []
+        for function in self._functions:
+            is_method = isinstance(self.scope(function), cst.ClassDef)
+            if function.name.value == name and is_method == are_methods:
+                functions.append(function)
+        return functions

@@ -30,12 +30,14 @@ class _Feed(enum.Enum):
 def port_sessions(port: Port, is_v1: bool) -> None:
     """Port what a script trains in sessions."""
     _ask_about_what_is_gone(port)
-    opened = [call for call in port.calls if port.name(call.func) in WORDS_BY_TOPIC["sessions"]]
-    optimizers = [
-        call
-        for call in port.calls
-        if re.fullmatch(r"tensorflow\.train\.\w+Optimizer", port.name(call.func))
-    ]
+    opened = []
+    optimizers = []
+    for call in port.calls:
+        name = port.name(call.func)
+        if name in WORDS_BY_TOPIC["sessions"]:
+            opened.append(call)
+        elif re.fullmatch(r"tensorflow\.train\.\w+Optimizer", name):
+            optimizers.append(call)
     # Without both, nothing trains in a session.
     if not opened or not optimizers:
         return
@@ -55,27 +57,19 @@ def port_sessions(port: Port, is_v1: bool) -> None:
 
 
 def _ask_about_what_is_gone(port: Port) -> None:
-    gone = [
-        node
-        for name, node in port.imported
-        if name.startswith(WORDS_BY_TOPIC["gone from TensorFlow"])
-    ]
-    gone += [
-        node
-        for node in port.of(cst.Attribute)
-        if port.name(node) in WORDS_BY_TOPIC["gone from TensorFlow"]
-    ]
+    names = WORDS_BY_TOPIC["gone from TensorFlow"]
+    gone = [node for name, node in port.imported if name.startswith(names)]
+    gone += [node for node in port.of(cst.Attribute) if port.name(node) in names]
     if gone:
         port.report(OPEN, "gone from TensorFlow", gone[0])
 
 
 def _import_version_1(port: Port, opened: list, is_v1: bool) -> None:
     """Import ``tensorflow.compat.v1`` in a script for TensorFlow 1, if that is asked for; else ask."""
-    plain = [
-        node
-        for name, node in port.imported
-        if name == "tensorflow" and isinstance(node, cst.Import)
-    ]
+    plain = []
+    for name, node in port.imported:
+        if name == "tensorflow" and isinstance(node, cst.Import):
+            plain.append(node)
     if not plain or any(".compat.v1" in port.text(call.func) for call in opened):
         return
     if not is_v1:
@@ -83,9 +77,8 @@ def _import_version_1(port: Port, opened: list, is_v1: bool) -> None:
         return
     # Only a plain import may be replaced: import tensorflow as tf
     for node in plain:
-        name = next(
-            _local_name(alias) for alias in node.names if dotted(alias.name) == "tensorflow"
-        )
+        aliases = [alias for alias in node.names if dotted(alias.name) == "tensorflow"]
+        name = _local_name(aliases[0])
         module = "tensorflow.compat.v1"
         if name == "tensorflow":
             module = "tensorflow.compat.v1 as tensorflow"
@@ -106,9 +99,11 @@ def _port_steps(port: Port) -> None:
     for call in steps:
         ask_about_noise(port, call)
         # The optimizer averages over the ranks, which is right for a mean only.
-        if scaling(port, argument(call, "loss", 0)) in (Scale.SUM, Scale.EACH):
+        loss = argument(call, "loss", 0)
+        if scaling(port, loss) in (Scale.SUM, Scale.EACH):
             port.report(OPEN, "sum or mean", call)
-    step_names = {port.text(port.target(port.statement(step))) for step in steps} - {""}
+    targets = [port.target(port.statement(step)) for step in steps]
+    step_names = set(map(port.text, targets)) - {""}
     for call in port.calls:
         if method(call) != "run" or not call.args:
             continue
@@ -174,7 +169,8 @@ def _feed(port: Port, node: Any, call: Any) -> _Feed:
         if is_slice(node):
             return _Feed.BATCH
         return _Feed.UNKNOWN
-    loops = [outer for outer in port.around(call) if isinstance(outer, (cst.For, cst.While))]
+    around = port.around(call)
+    loops = [outer for outer in around if isinstance(outer, (cst.For, cst.While))]
     is_in_loop = any(outer in loops for outer in port.around(assignment.statement))
     # The variable of a loop may be one sample after the other.
     if is_in_loop and not isinstance(assignment.statement, cst.For):
@@ -245,14 +241,13 @@ def _port_reduce(port: Port, call: Any) -> None:
 
 def uses_strategy(port: Port) -> bool:
     """Return True if a script names ``tf.distribute``."""
-    return any(
-        port.name(node).startswith("tensorflow.distribute") for node in port.of(cst.Attribute)
-    )
+    names = map(port.name, port.of(cst.Attribute))
+    return any(name.startswith("tensorflow.distribute") for name in names)
 
 
 def port_horovod(port: Port) -> bool:
     """Change the imports of Horovod in a script; False if there are none."""
-    imports = [(name, node) for name, node in port.imported if name.split(".")[0] == "horovod"]
+    imports = [pair for pair in port.imported if pair[0].split(".")[0] == "horovod"]
     for name, node in imports:
         is_plain = isinstance(node, cst.Import) and not node.names[0].asname
         # A plain import gets another name: import horovod

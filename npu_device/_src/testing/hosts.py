@@ -16,7 +16,8 @@ _LARGEST_COUNT = 8
 
 
 def can_be_made() -> bool:
-    return os.geteuid() == 0 and all(shutil.which(tool) for tool in ("ip", "tc"))
+    is_root = os.geteuid() == 0
+    return is_root and all(map(shutil.which, ("ip", "tc")))
 
 
 @contextmanager

@@ -31,6 +31,9 @@ _OPTIONS_OF_RANKS: dict[str, Any] = {
 """The options in which the sessions of the ranks differ."""
 
 
+_PHASES = ("setup", "call", "teardown")
+
+
 class _Sessions(Pool):
     """Ranks with a pytest session each, in which they have collected the files with tests for ranks."""
 
@@ -42,7 +45,8 @@ class _Sessions(Pool):
         self.has_begun = True
         config = session.config
         self.printed: dict[int, int] = {}  # how much of each rank's output has been printed
-        files = {str(item.path): None for item in session.items if size_of(item) is not None}
+        items = [item for item in session.items if size_of(item) is not None]
+        files = dict.fromkeys(str(item.path) for item in items)
         options = {
             **vars(config.option),
             **_OPTIONS_OF_RANKS,
@@ -125,7 +129,8 @@ def _pool_key(item: pytest.Item) -> Any:
     size = size_of(item)
     if mark is None or size is None:
         return None
-    key = run.pool_key(size, mark.kwargs.get("keras"), mark.kwargs.get("environment") or {})
+    options = mark.kwargs
+    key = run.pool_key(size, options.get("keras"), options.get("environment") or {})
     # These tests have ranks of their own, apart from those of ``run``.
     return (*key, "pytest")
 
@@ -141,7 +146,7 @@ def _reports(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[pytest
             texts.append(f"rank {rank} was here:\n{stack}")
         yield _report(item, "call", "failed", "\n".join(texts))
         return
-    by_phase: dict[str, dict[int, pytest.TestReport]] = {"setup": {}, "call": {}, "teardown": {}}
+    by_phase: dict[str, dict[int, pytest.TestReport]] = {phase: {} for phase in _PHASES}
     for rank, answer in answers.items():
         if isinstance(answer.value, str):
             # The rank is gone, or hangs.
@@ -154,7 +159,7 @@ def _reports(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[pytest
             )
             by_phase[report.when][rank] = report
         if rank == 0:
-            _warn(item.config, packed_warnings)
+            _report_warnings(item.config, packed_warnings)
     for reports in filter(None, by_phase.values()):
         yield _merged(item, reports)
 
@@ -171,7 +176,8 @@ def _answers(item: pytest.Item, nextitem: pytest.Item | None) -> dict[int, Any]:
             break
     limit = float(item.get_closest_marker("ranks").kwargs.get("limit", 300))  # type: ignore[union-attr]
     pool = run.pool_of(pool_key, _Sessions)
-    directory = _temporary(item.config, re.sub(r"\W", "_", item.name)[:30])
+    name = re.sub(r"\W", "_", item.name)
+    directory = _temporary(item.config, name[:30])
     arguments = (pytest_rank.name_of(item), successor, str(directory))
     try:
         return pool.ask(pytest_rank.test, arguments, limit)
@@ -200,11 +206,10 @@ def _print_output(pool: _Sessions) -> None:
 def _merged(item: pytest.Item, reports: dict[int, pytest.TestReport]) -> pytest.TestReport:
     """Return one report: the first that failed, with what the others failed with; ranks that skip alone fail."""
     failed = [rank for rank, report in reports.items() if report.failed]
-    skipped = [
-        rank
-        for rank, report in reports.items()
-        if report.skipped and not hasattr(report, "wasxfail")
-    ]
+    skipped = []
+    for rank, report in reports.items():
+        if report.skipped and not hasattr(report, "wasxfail"):
+            skipped.append(rank)
     if not failed and skipped and len(skipped) < len(reports):
         ran = sorted(set(reports).difference(skipped))
         skip: Any = reports[skipped[0]].longrepr
@@ -255,7 +260,7 @@ def _report(item: pytest.Item, when: Any, outcome: Any, text: str) -> pytest.Tes
     )
 
 
-def _warn(config: pytest.Config, packed_warnings: Sequence) -> None:
+def _report_warnings(config: pytest.Config, packed_warnings: Sequence) -> None:
     for text, category, file, line, when, nodeid, location in packed_warnings:
         # The class of the warning may not exist in this process, but its name counts.
         warning = type(category, (UserWarning,), {})

@@ -57,7 +57,8 @@ class ComparedStep:
         number = self.single.logs[name]
         repeat = self.perturbed.logs.get(name, number)
         # NaN is never allowed, so that a number which is missing on a rank differs.
-        return Trial(number, [repeat], [step.logs.get(name, np.nan) for step in self.ranks])
+        parts = [step.logs.get(name, np.nan) for step in self.ranks]
+        return Trial(number, [repeat], parts)
 
 
 class ComparedRun:
@@ -74,7 +75,8 @@ class ComparedRun:
         self.ranks = ranks
         self.size = len(ranks)
         self.steps: list[ComparedStep] = []
-        steps_of_all = zip(single.steps, perturbed.steps, *(record.steps for record in ranks))
+        records = [single, perturbed, *ranks]
+        steps_of_all = zip(*(record.steps for record in records))
         for number, (single_step, perturbed_step, *on_ranks) in enumerate(steps_of_all, start=1):
             self.steps.append(ComparedStep(number, single_step, perturbed_step, on_ranks))
         self.deviations = compare.compare(single, perturbed, ranks[0])
@@ -111,7 +113,8 @@ class ComparedRun:
 
     def ratio(self, quantity: str = GRADIENT) -> float:
         """Return the multiple of the single process that all deviating tensors of the step are; 0 if they aren't."""
-        ratios = np.array([deviation.ratio or 0 for deviation in self.first_deviations(quantity)])
+        deviations = self.first_deviations(quantity)
+        ratios = np.array([deviation.ratio or 0 for deviation in deviations])
         # One tensor without a ratio is enough: then it isn't a matter of scale.
         if not len(ratios) or not ratios.all():
             return 0.0
@@ -135,12 +138,18 @@ class ComparedRun:
         steps = self.ranks[0].steps
         optimizer = steps[self.index].optimizer
         begin = [step.optimizer for step in steps].index(optimizer)
-        in_turns = [optimizer, *(step.optimizer for step in steps[begin:])]
-        return next(filter(None, map(self.ranks[0].calls_before.get, in_turns)), [])
+        for step in [steps[self.index], *steps[begin:]]:
+            calls = self.ranks[0].calls_before.get(step.optimizer)
+            if calls:
+                return calls
+        return []
 
     def line(self, *wanted: str) -> str | None:
         """Return the first of these calls that is on one of some topics, with its line."""
-        return next((str(call) for call in self.calls() if call.topic in wanted), None)
+        for call in self.calls():
+            if call.topic in wanted:
+                return str(call)
+        return None
 
     def line_in_script(self, topic: str) -> str | None:
         """Return the first call on a topic in the whole script of rank 0, with its line."""
@@ -181,7 +190,8 @@ class ComparedRun:
         if self.line_in_script(topics.SEED) is not None:
             return False
         is_fit = bool(self.steps[0].single.logs)
-        return is_fit or any(call.outcome is None for call in self.ranks[0].of(topics.SHUFFLE))
+        shuffles = self.ranks[0].of(topics.SHUFFLE)
+        return is_fit or any(call.outcome is None for call in shuffles)
 
     def different_start(self) -> ComparedStep | None:
         """Return the first step of an optimizer before which the ranks have different variables."""

@@ -113,7 +113,7 @@ class Redirection:
     def _to_read(self, path: Any) -> Any:
         """Return the path of what was written before; else the path itself."""
         if isinstance(path, (list, tuple)):
-            return [self._to_read(member) for member in path]
+            return list(map(self._to_read, path))
         redirected = self._redirected(path)
         if redirected is None:
             return path

@@ -32,8 +32,10 @@ from npu_device._src.verify.plan import DONE, PlannedProcess
 
 # An optimizer isn't waited for once another one of its model has made so many times the steps.
 _RARE = 10
-_TRAINING_CALLS = ("fit", "fit_generator", "train_on_batch", "apply_gradients", "minimize")
-_EVALUATING_CALLS = ("evaluate", "predict")
+_CALLS_TO_REACH = (
+    *("fit", "fit_generator", "train_on_batch", "apply_gradients", "minimize"),
+    *("evaluate", "predict"),
+)
 
 Stack = tuple[str, ...]
 """Lines of the script, innermost first, as ``train.py:26``."""
@@ -95,7 +97,11 @@ class Phases:
         self._classes[optimizer] = class_name
         self.note_place()
         if self._fits:
-            self._optimizers.setdefault(self._fits[-1].model, set()).add(optimizer)
+            self._note_in_fit(optimizer)
+
+    def _note_in_fit(self, optimizer: str) -> None:
+        model = self._fits[-1].model
+        self._optimizers.setdefault(model, set()).add(optimizer)
 
     def step(self, optimizer: str) -> dict[str, Any] | None:
         """Count a step. Return what a ``RecordedStep`` tells of its phase; None if it isn't recorded."""
@@ -104,7 +110,7 @@ class Phases:
         # Within ``fit``, the place is that of the call, not that of Keras's step.
         if self._fits:
             stack = self._fits[-1].stack
-            self._optimizers.setdefault(self._fits[-1].model, set()).add(optimizer)
+            self._note_in_fit(optimizer)
         phase = (optimizer, stack)
         # Phases that have begun go on, as the others need as many steps.
         if self._is_closed and phase not in self._steps:
@@ -115,7 +121,8 @@ class Phases:
         self._latest_time = time.monotonic()
         self._first_time = self._first_time or self._latest_time
         # The innermost line and the outermost one tell phases apart for a reader.
-        lines = " from ".join(dict.fromkeys([*stack[:1], *stack[-1:]]))
+        ends = dict.fromkeys([*stack[:1], *stack[-1:]])
+        lines = " from ".join(ends)
         label = f"{self._classes.get(optimizer, optimizer)}, {lines}"
         return {"optimizer": optimizer, "optimizer_step": self._totals[optimizer], "phase": label}
 
@@ -168,9 +175,9 @@ class Phases:
         if self._single_steps is None and (single.folder / DONE).exists():
             self._single_steps = Counter(step.optimizer for step in load(single.folder).steps)
         recorded = Counter(step.optimizer for step in self._record.steps)
-        return self._single_steps is not None and all(
-            recorded[name] >= count for name, count in self._single_steps.items()
-        )
+        if self._single_steps is None:
+            return False
+        return all(recorded[name] >= count for name, count in self._single_steps.items())
 
     def _end_by_time(self) -> bool:
         """Close the phases if their time is over; return True if those that have begun have their steps."""
@@ -213,18 +220,17 @@ def _calls_to_reach(reached: set[str]) -> list[str]:
     """Return the lines of the script that call ``fit``, an optimizer, ``evaluate`` or ``predict``, without those that
     were reached.
     """
-    path = Path(getattr(sys.modules["__main__"], "__file__", None) or sys.argv[0])
+    main_file = getattr(sys.modules["__main__"], "__file__", None)
+    path = Path(main_file or sys.argv[0])
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError):
         return []
     missed: list[int] = []
     for call in ast.walk(tree):
-        if (
-            isinstance(call, ast.Call)
-            and isinstance(call.func, ast.Attribute)
-            and call.func.attr in (*_TRAINING_CALLS, *_EVALUATING_CALLS)
-        ):
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
+            continue
+        if call.func.attr in _CALLS_TO_REACH:
             # A call may span lines, and a frame shows any of them.
             lines = range(call.lineno, (call.end_lineno or call.lineno) + 1)
             if not reached.intersection(f"{path.name}:{line}" for line in lines):

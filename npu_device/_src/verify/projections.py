@@ -17,10 +17,10 @@ _WIDTH = 1024  # most columns of the matrix as which a tensor is projected
 
 def projected(arrays: Sequence) -> np.ndarray:
     """Return the projections of each array; NaN for one that is NaN."""
-    projections = [
-        _projection(np.asarray(array, np.float64).ravel(), position)
-        for position, array in enumerate(arrays)
-    ]
+    projections = []
+    for position, array in enumerate(arrays):
+        flat = np.asarray(array, np.float64).ravel()
+        projections.append(_projection(flat, position))
     return np.array(projections).reshape(-1, PROJECTIONS)
 
 
@@ -29,10 +29,12 @@ def _projection(flat: np.ndarray, position: int) -> np.ndarray:
     generator = np.random.default_rng([position, flat.size])
     # A tensor is taken as a matrix, which needs random numbers for its rows and columns only.
     width = min(flat.size, _WIDTH) or 1
-    matrix = np.pad(flat, (0, -flat.size % width)).reshape(-1, width)
+    padded = np.pad(flat, (0, -flat.size % width))
+    matrix = padded.reshape(-1, width)
     rows = generator.standard_normal((PROJECTIONS, len(matrix)))
     columns = generator.standard_normal((PROJECTIONS, width))
-    return np.asarray(((rows @ matrix) * columns).sum(axis=1))
+    products = (rows @ matrix) * columns
+    return np.asarray(products.sum(axis=1))
 
 
 def digests_of(count: np.ndarray, *leaves: np.ndarray) -> list[int]:

@@ -116,12 +116,15 @@ class ScriptCalls:
         return outputs
 
     def _add_loss(self, original: Any, layer: Any, loss: Any, *args: Any, **kwargs: Any) -> Any:
-        if not callable(loss) and getattr(getattr(loss, "shape", None), "rank", None):
+        # A loss may be a function, or a number of Python.
+        shape = getattr(loss, "shape", None)
+        if not callable(loss) and getattr(shape, "rank", None):
             self.note(topics.ADD_LOSS)
         return original(layer, loss, *args, **kwargs)
 
     def _note_adapted(self, layer: Any) -> None:
-        state: Any = [np.array(getattr(layer, name, None)).tolist() for name in _ADAPTED]
+        attributes = [getattr(layer, name, None) for name in _ADAPTED]
+        state: Any = [np.array(attribute).tolist() for attribute in attributes]
         if hasattr(layer, "get_vocabulary"):
             state = layer.get_vocabulary()
         checksum = zlib.crc32(repr(state).encode())
@@ -144,8 +147,9 @@ class ScriptCalls:
         self._record.calls.append(call)
         if seed is not None and self._process.ranks > 1:
             single = load(self._process.single.folder)
+            shuffles = single.of(topics.SHUFFLE)
             # A seed that differs from that of one process is left as it is, for ``verdict.py`` to find.
-            if single.of(topics.SHUFFLE)[number : number + 1] != [call]:
+            if shuffles[number : number + 1] != [call]:
                 return original(dataset, *args, **kwargs)
         if seed is None and not self._record.of(topics.SEED):
             # Another object, since several datasets may be made from one that was shuffled.

@@ -138,7 +138,8 @@ class StepRecorder:
         if not isinstance(optimizer, tf.compat.v1.train.Optimizer):
             variables = next(iter(args), kwargs.get("trainable_variables"))
             pairs = compat.gradients_and_variables(optimizer, gradients, variables)
-        applied, trained = zip(*[pair for pair in pairs if pair[1] is not None])
+        with_variables = [pair for pair in pairs if pair[1] is not None]
+        applied, trained = zip(*with_variables)
         self._note_random_operations(applied)
         name = self._name_of_optimizer(optimizer)
         # Found in the first step, since a step is only the successor of another with the same names.
@@ -202,7 +203,8 @@ class StepRecorder:
     def _keep_tape_gradients(self, *arrays: np.ndarray) -> None:
         """Keep gradients that a tape has given."""
         sums = self._next_step.tape_gradients
-        sums[len(arrays)] = sums.get(len(arrays), 0) + projected(arrays)
+        count = len(arrays)
+        sums[count] = sums.get(count, 0) + projected(arrays)
 
     def _by_horovod(self) -> bool:
         """Note and return whether the script has called Horovod's ``init``."""
@@ -218,7 +220,8 @@ class StepRecorder:
         step = current_step()
         if not any(known_model is model for known_model in self._models):
             self._models.append(model)
-        tensors = list(_tensors(next(iter([*args, *kwargs.values()]), None)))
+        inputs = next(iter([*args, *kwargs.values()]), None)
+        tensors = list(_tensors(inputs))
         rows: Any = np.int32(-1)
         if compat.are_recorded(tensors):
             # What another model has made isn't a sample.
@@ -230,11 +233,11 @@ class StepRecorder:
             if args and not tf.executing_eagerly():
                 # The model takes copies that are made after the count: an operation whose result nobody takes could
                 # run at any time, and count the rows in the next step.
-                args = (tf.nest.map_structure(_identity, args[0]), *args[1:])
+                args = _with_first(args, _identity)
         change_by = self._change_of(model)
         change = functools.partial(noise.changed, by=change_by, seed=self._process.rank)
         if change_by and args:
-            args = (tf.nest.map_structure(change, args[0]), *args[1:])
+            args = _with_first(args, change)
         with self._model_calls.begin():
             outputs = original(model, *args, **kwargs)
         if change_by:
@@ -258,17 +261,17 @@ class StepRecorder:
         self._next_step.rows.update(digests_of(count, *arrays))
 
     def _batch_ended(self, original: Any, callbacks: Any, batch: Any, logs: Any = None) -> Any:
-        numbers = {
-            name: float(number) for name, number in (logs or {}).items() if np.ndim(number) == 0
-        }
+        numbers = {}
+        for name, number in (logs or {}).items():
+            if np.ndim(number) == 0:
+                numbers[name] = float(number)
         self._keep_logs(numbers)
         returned = original(callbacks, batch, numbers)
         model = self._phases.end_fit()
-        # Keras adds a metric for the loss, which isn't the loss that a step of the script's own returns.
         if model is not None:
-            self._record.metrics.update(
-                metric.name for metric in compat.metrics_of(model) if metric.name != "loss"
-            )
+            names = {metric.name for metric in compat.metrics_of(model)}
+            # Keras adds a metric for the loss, which isn't the loss that a step of the script's own returns.
+            self._record.metrics |= names - {"loss"}
         return returned
 
     def _epoch_ended(self, original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -292,7 +295,8 @@ class StepRecorder:
                 self._calls.note(topics.EPOCH_END, detail=", ".join(names))
 
         # Shuffling is off, since ranks and one process have to read the same order.
-        return self._phases.fit(original, note_cut, *args, **{**kwargs, "shuffle": False})
+        kwargs["shuffle"] = False
+        return self._phases.fit(original, note_cut, *args, **kwargs)
 
     def _evaluate(self, call: str, original: Any, *args: Any, **kwargs: Any) -> Any:
         # The validation of ``fit`` calls this, too, and has been noted by its line.
@@ -339,6 +343,12 @@ def _tensors(inputs: Any) -> Iterator:
             yield leaf.to_tensor()
         elif isinstance(leaf, (tf.Tensor, np.ndarray)):
             yield tf.convert_to_tensor(leaf)
+
+
+def _with_first(arguments: tuple, change: Callable) -> tuple:
+    """Return arguments, of which each tensor of the first one is changed."""
+    first, *others = arguments
+    return (tf.nest.map_structure(change, first), *others)
 
 
 def _identity(leaf: Any) -> Any:
