@@ -244,7 +244,7 @@ def test_ranks_that_do_not_train_together_are_a_problem() -> None:
     assert "the 2 ranks make different numbers of steps in the same time" in problem
     runs[Setup(2)][1] = replace(apart, lost_cores=0.5)
     assert not outcome.outcome(START, runs, {}).problem
-    runs[Setup(2)] = [replace(traced, is_job=False)]
+    runs[Setup(2)] = [replace(traced, joined=False)]
     assert "doesn't open npu_device on 2 ranks" in outcome.outcome(START, runs, {}).problem
 
 
