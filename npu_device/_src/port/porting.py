@@ -103,11 +103,16 @@ def scripts(folder: Path) -> Iterator[Path]:
 
 def entries(sources: Collection[Source]) -> list[Path]:
     """Return the files with which a job may start: those that ask for it, and those that no other file imports."""
-    imports = [line for source in sources for line in re.findall(r".*\bimport\b.*", source.text)]
     # Compared by word, as a module may be imported from a package, or under another name.
-    imported_words = {word for line in imports for word in re.findall(r"\w+", line)}
-    starting = [s for s in sources if _IS_MAIN.search(s.text) or s.path.stem not in imported_words]
-    return [source.path for source in starting]
+    imported_words: set[str] = set()
+    for source in sources:
+        for line in re.findall(r".*\bimport\b.*", source.text):
+            imported_words.update(re.findall(r"\w+", line))
+    paths = []
+    for source in sources:
+        if _IS_MAIN.search(source.text) or source.path.stem not in imported_words:
+            paths.append(source.path)
+    return paths
 
 
 def port_text(
@@ -190,11 +195,9 @@ def _open(port: Port, is_entry: bool) -> None:
             port.replace(call, f"{port.text(call.func)}(1)")
             port.report(DONE, "generator", call)
     if is_entry:
-        is_seeded = any(
-            port.name(call.func).endswith("utils.set_random_seed") for call in port.calls
-        )
+        names = [port.name(call.func) for call in port.calls]
         seed = "seed=1"
-        if is_seeded:
+        if any(name.endswith("utils.set_random_seed") for name in names):
             seed = ""
         port.insert(anchor, f"npu.open({seed})", after=is_after)
         port.report(DONE, "open", anchor)
@@ -237,9 +240,9 @@ def guard_files(port: Port) -> None:
     """Guard what is plain of the calls in the table, and point out the rest."""
     for call in port.calls:
         rule = _rule(port, call)
-        if rule is None or (
-            rule.action == "exist_ok" and argument(call, "exist_ok", 2) is not None
-        ):
+        if rule is None:
+            continue
+        if rule.action == "exist_ok" and argument(call, "exist_ok", 2) is not None:
             continue
         if rule.action != "note" and _guard(port, call, rule.action):
             port.report(DONE, rule.name, call)
@@ -278,31 +281,34 @@ def _rule(port: Port, call: Any) -> PortingRule | None:
         if dotted(call.func.value) and port.maker(call.func.value):
             name = f"{port.maker(call.func.value)}().{method(call)}"
     # A file that is only read needs no guard.
-    if name == "open" and not re.search("[wax+]", port.text(argument(call, "mode", 1))):
+    mode = port.text(argument(call, "mode", 1))
+    if name == "open" and not re.search("[wax+]", mode):
         return None
     is_replicated = receiver in dict(port.replicated)
     for rule in RULES.values():
         # A replicated model is saved by rank 0 only, by itself.
-        if not (is_replicated and rule.action == "save") and any(
-            fnmatchcase(name, p) for p in rule.patterns
-        ):
+        if is_replicated and rule.action == "save":
+            continue
+        if any(fnmatchcase(name, pattern) for pattern in rule.patterns):
             return rule
     return None
 
 
 def _is_read(port: Port, statement: Any) -> bool:
     """Return True if other ranks may read a file that a statement writes; not where they may not come by."""
-    if any(
-        isinstance(outer, (cst.If, cst.Try, cst.ExceptHandler)) for outer in port.around(statement)
-    ):
+    branches = (cst.If, cst.Try, cst.ExceptHandler)
+    if any(isinstance(outer, branches) for outer in port.around(statement)):
         return False
     inside = set(walk(statement))
     # In a function, calls above the statement may come later.
     line = 0
     if statement in port.module.body:
         line = port.line(statement)
-    later = [call for call in port.calls if call not in inside and port.line(call) > line]
-    return any(_READS.search(dotted(call.func) or method(call)) for call in later)
+    for call in port.calls:
+        is_later = call not in inside and port.line(call) > line
+        if is_later and _READS.search(dotted(call.func) or method(call)):
+            return True
+    return False
 
 
 def _guardable(port: Port, call: Any) -> Any:

@@ -34,8 +34,9 @@ def replicate_models(port: Port) -> None:
     calls = [call for call in port.calls if method(call) and not port.name(call.func.value)]
     for call in calls:
         # A class that compiles itself is replicated where it is made.
-        if method(call) == "compile" and port.text(call.func.value) not in ("self", "super()"):
-            _replicate(port, call, call.func.value)
+        model = call.func.value
+        if method(call) == "compile" and port.text(model) not in ("self", "super()"):
+            _replicate(port, call, model)
     for call in calls:
         if method(call) in WORDS_BY_TOPIC["trains a model"]:
             _replicate_trained(port, call)
@@ -46,16 +47,11 @@ def replicate_models(port: Port) -> None:
 def _point_out_draws(port: Port) -> None:
     """Point out what a model draws by itself in each step."""
     for call in port.calls:
-        if method(call) in WORDS_BY_TOPIC["draws"] and _function_around(port, call) in (
-            "call",
-            "train_step",
-        ):
-            port.report(
-                NOTE,
-                "noise",
-                call,
-                "each rank draws its own numbers here, which aren't those of one process",
-            )
+        if method(call) not in WORDS_BY_TOPIC["draws"]:
+            continue
+        if _function_around(port, call) in ("call", "train_step"):
+            text = "each rank draws its own numbers here, which aren't those of one process"
+            port.report(NOTE, "noise", call, text)
 
 
 def _function_around(port: Port, node: Any) -> str:
@@ -159,11 +155,9 @@ def port_loops(port: Port) -> None:
     applies = []
     # Gradients come from a tape only if the script calls ``gradient``.
     if any(method(call) == "gradient" for call in port.calls):
-        applies = [
-            call
-            for call in port.calls
-            if method(call) == "apply_gradients" and not _is_of_keras(port, call)
-        ]
+        for call in port.calls:
+            if method(call) == "apply_gradients" and not _is_of_keras(port, call):
+                applies.append(call)
     for call in applies:
         _reduce(port, call)
         _broadcast(port, call)
@@ -179,11 +173,11 @@ def port_loops(port: Port) -> None:
 
 def _ask_where_tapes_go(port: Port) -> None:
     """Ask about tapes that are passed to functions, which may take the gradients."""
-    named = [manager for manager in port.of(cst.WithItem) if manager.asname]
-    # Only a tape with a name can be passed on.
-    tapes = {
-        port.text(manager.asname.name) for manager in named if "GradientTape" in port.text(manager)
-    }
+    tapes = set()
+    for manager in port.of(cst.WithItem):
+        # Only a tape with a name can be passed on.
+        if manager.asname and "GradientTape" in port.text(manager):
+            tapes.add(port.text(manager.asname.name))
     for call in port.calls:
         # The tape may be passed to a function: minimize(tape, loss)
         if any(dotted(arg.value) in tapes for arg in call.args):
@@ -279,10 +273,9 @@ def _is_clipped(assignment: Assignment) -> bool:
 def _broadcast(port: Port, call: Any) -> None:
     """Send the variables of rank 0 before the loop, where they exist."""
     variables = _applied_variables(port, call)
-    is_of_model = (
-        isinstance(variables, cst.Attribute)
-        and variables.attr.value in WORDS_BY_TOPIC["variables of a model"]
-    )
+    is_of_model = False
+    if isinstance(variables, cst.Attribute):
+        is_of_model = variables.attr.value in WORDS_BY_TOPIC["variables of a model"]
     names: list = []
     # The variables may be those of a model: model.trainable_variables
     if is_of_model:
