@@ -279,14 +279,13 @@ class Health:
 
     def _record(self, error: BaseException, secondary: bool) -> Message:
         """Return what the launcher and the other ranks are told of an error."""
+        text = "".join(traceback.format_exception_only(type(error), error))
         return {
             "kind": "failed",
             "time": time.time(),
             "rank": self._cluster.rank,
             "host": socket.gethostname(),
-            "error": root_error(
-                "".join(traceback.format_exception_only(type(error), error)).strip()
-            ),
+            "error": root_error(text.strip()),
             "errors": errors_of(error),
             "secondary": secondary,
         }
@@ -331,9 +330,8 @@ class Health:
         notice = f"npu_device: rank {self._cluster.rank} has finished and is waiting for"
         try:
             while not self._others_have_ended.wait(FINISHED_NOTICE_SECONDS):
-                waiting = set(range(self._cluster.world_size)).difference(
-                    self._departed, [self._cluster.rank]
-                )
+                everyone = range(self._cluster.world_size)
+                waiting = set(everyone).difference(self._departed, [self._cluster.rank])
                 if notice:
                     names = ", ".join(map(str, sorted(waiting)))
                     print(

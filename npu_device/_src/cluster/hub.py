@@ -308,10 +308,8 @@ def main() -> None:
     try:
         listener = ports.listen(settings["listen"], settings["ports"])
     except RendezvousError as error:
-        print(
-            json.dumps({"error": str(error), "taken": isinstance(error, PortTakenError)}),
-            flush=True,
-        )
+        failure = {"error": str(error), "taken": isinstance(error, PortTakenError)}
+        print(json.dumps(failure), flush=True)
         return
     listener.setblocking(False)
     host, port = listener.getsockname()[:2]

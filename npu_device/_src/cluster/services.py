@@ -294,7 +294,8 @@ class Services:
         if not self._failing:
             self._failing = True
             # The rank is the one that the connection belongs to, whatever the event says.
-            self._push(frames.encode({"push": "failed", "event": {**event, **texts, "rank": rank}}))
+            checked_event = {**event, **texts, "rank": rank}
+            self._push(frames.encode({"push": "failed", "event": checked_event}))
 
     # How it is done
 

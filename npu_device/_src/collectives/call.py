@@ -144,9 +144,9 @@ def shapes_number(call: Call, tensors: Sequence, ragged: bool) -> int | tf.Tenso
 @functools.cache
 def _weights(position: int) -> tuple[int, ...]:
     """Return random numbers, the same on every rank: one for each dimension of a value, and one for their number."""
-    return tuple(
-        np.random.default_rng(position).integers(1 << 30, size=_MAX_DIMENSIONS + 1).tolist()
-    )
+    generator = np.random.default_rng(position)
+    weights = generator.integers(1 << 30, size=_MAX_DIMENSIONS + 1)
+    return tuple(weights.tolist())
 
 
 def _text(shape: tf.TensorShape | None) -> str:

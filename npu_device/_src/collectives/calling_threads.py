@@ -160,9 +160,8 @@ class CallingThreads:
     def are_several(self, group: Group) -> bool:
         """Return True if several living threads of this rank have called in a group."""
         with self._lock:
-            return (
-                len([thread for thread, caller in self._living() if group.key in caller.places]) > 1
-            )
+            callers = [caller for _, caller in self._living() if group.key in caller.places]
+        return len(callers) > 1
 
     def _living(self) -> list[tuple[threading.Thread, _Caller]]:
         living_callers = []

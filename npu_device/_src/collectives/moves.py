@@ -38,7 +38,8 @@ def all_gather(job: Job, tensor: tf.Tensor, group: Group) -> tf.Tensor:
     def results() -> tf.TensorSpec:
         return spec_with_first_dimension(tensor, lambda rows: rows * group.size)
 
-    return Collective("all_gather", group, [tensor], body, results=results).run(job)
+    collective = Collective("all_gather", group, [tensor], body, results=results)
+    return collective.run(job)
 
 
 def all_gather_v(job: Job, tensor: tf.Tensor, group: Group, purpose: str = "") -> tf.Tensor:
@@ -59,9 +60,10 @@ def all_gather_v(job: Job, tensor: tf.Tensor, group: Group, purpose: str = "") -
     details = {}
     if purpose:
         details = {"purpose": purpose}
-    return Collective(
+    collective = Collective(
         "all_gather_v", group, [tensor], body, results=results, details=details, ragged=True
-    ).run(job)
+    )
+    return collective.run(job)
 
 
 def all_to_all_v(
@@ -106,7 +108,8 @@ def all_to_all_v(
 
     inputs = [vector, send_counts, send_at, recv_counts, recv_at]
     results = partial(tf.TensorSpec, [None], vector.dtype)
-    return Collective("all_to_all_v", group, [vector], body, inputs, results, ragged=True).run(job)
+    collective = Collective("all_to_all_v", group, [vector], body, inputs, results, ragged=True)
+    return collective.run(job)
 
 
 def _require_equal(sent: tf.Tensor, expected: tf.Tensor) -> list:
@@ -180,7 +183,8 @@ def send(job: Job, tensor: tf.Tensor, tag: int, destination: int, group: Group) 
             return None
         return sent.op
 
-    return Collective("send and receive", pair, [tensor], body, details={"tag": tag}).run(job)
+    collective = Collective("send and receive", pair, [tensor], body, details={"tag": tag})
+    return collective.run(job)
 
 
 def receive(

@@ -56,9 +56,10 @@ def all_reduce(job: Job, tensor: tf.Tensor, reduction: str, group: Group) -> tf.
 
     results = _reduced_spec(tensor, reduction)
     details = {"reduction": reduction}
-    return Collective(
+    collective = Collective(
         "all_reduce", group, [tensor], body, None, results, details, gradient=gradient
-    ).run(job)
+    )
+    return collective.run(job)
 
 
 def reduce(job: Job, tensor: tf.Tensor, reduction: str, root_rank: int, group: Group) -> tf.Tensor:
@@ -92,7 +93,8 @@ def reduce(job: Job, tensor: tf.Tensor, reduction: str, root_rank: int, group: G
 
     results = _reduced_spec(tensor, reduction)
     details = {"reduction": reduction, "root_rank": root_rank}
-    return Collective("reduce", group, [tensor], body, results=results, details=details).run(job)
+    collective = Collective("reduce", group, [tensor], body, results=results, details=details)
+    return collective.run(job)
 
 
 def reduce_scatter(job: Job, tensor: tf.Tensor, reduction: str, group: Group) -> tf.Tensor:
@@ -132,9 +134,10 @@ def reduce_scatter(job: Job, tensor: tf.Tensor, reduction: str, group: Group) ->
     block = moves.spec_with_first_dimension(tensor, lambda rows: rows // group.size)
     results = _reduced_spec(block, reduction)
     details = {"reduction": reduction}
-    return Collective(
+    collective = Collective(
         "reduce_scatter", group, [tensor], body, results=results, details=details
-    ).run(job)
+    )
+    return collective.run(job)
 
 
 def _reduced_spec(tensor: tf.Tensor | tf.TensorSpec, reduction: str) -> Callable[[], tf.TensorSpec]:
@@ -225,7 +228,8 @@ def barrier(job: Job, group: Group) -> tf.Tensor:
         return engine.all_reduce([[tf.constant(1)]], "sum")[0][0]
 
     spec = tf.TensorSpec([], tf.int32)
-    return Collective("barrier", group, [], body, results=lambda: spec).run(job)
+    collective = Collective("barrier", group, [], body, results=lambda: spec)
+    return collective.run(job)
 
 
 def require_reduction(collective: str, dtype: tf.DType, reduction: str) -> None:

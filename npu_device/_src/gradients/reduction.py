@@ -239,10 +239,8 @@ class ListReduction:
             "segments": _summary(self._segments),
             "compression": self._options.compression or "none",
         }
-        inputs = [
-            *self._tensors,
-            *(rows.counts for rows in self._sparse if rows.counts is not None),
-        ]
+        counts = [rows.counts for rows in self._sparse if rows.counts is not None]
+        inputs = [*self._tensors, *counts]
         gradient = None
         if self._segments:
             gradient = self._gradient

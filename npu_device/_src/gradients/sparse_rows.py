@@ -145,7 +145,8 @@ def add_up_slices(
 
 def _gather_rows(engine: AgreedEngine, rows: tf.Tensor, wire: Wire) -> tf.Tensor:
     # The rows have fewer bits only while they travel.
-    return tf.cast(gather_ragged(engine, tf.cast(rows, wire_dtype(rows.dtype, wire))), rows.dtype)
+    sent = tf.cast(rows, wire_dtype(rows.dtype, wire))
+    return tf.cast(gather_ragged(engine, sent), rows.dtype)
 
 
 def _add_up_duplicates(rows: tf.Tensor, indices: tf.Tensor) -> RowsAndIndices:

@@ -227,7 +227,8 @@ class HostEngine(ArrayEngine):
             rows = buffers.array((size, arrays[0].shape[-1]), arrays[0].dtype)
             return partial(rounds, rows=arrays[0], result=rows), [rows]
 
-        transfer = ArrayTransfer([tf.TensorSpec([size, tensor.shape[-1]], tensor.dtype)], prepare)
+        spec = tf.TensorSpec([size, tensor.shape[-1]], tensor.dtype)
+        transfer = ArrayTransfer([spec], prepare)
         [[rows]] = self.run(group, [transfer], [[tensor]], terms)
         return rows
 
@@ -252,7 +253,9 @@ def _reduction(
     array_dtype = np.dtype(dtype.as_numpy_dtype)
 
     def prepare(arrays: ArrayList, buffers: BufferPool) -> Prepared:
-        stream = Stream(list(map(np.shape, arrays)), sent_dtype, list(map(np.ravel, arrays)))
+        shapes = list(map(np.shape, arrays))
+        flat_arrays = list(map(np.ravel, arrays))
+        stream = Stream(shapes, sent_dtype, flat_arrays)
         flat = None
         results: ArrayList = []
         if reads:

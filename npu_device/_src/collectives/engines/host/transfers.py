@@ -262,7 +262,8 @@ class Pairs(ArrayEngine):
             received = buffers.array(shape, np.dtype(spec.dtype.as_numpy_dtype))
             return _maker(pair, False, received), [received]
 
-        [[received]] = self.run(pair, [ArrayTransfer([spec], prepare)], [[]], terms)
+        transfer = ArrayTransfer([spec], prepare)
+        [[received]] = self.run(pair, [transfer], [[]], terms)
         return received
 
 

@@ -86,7 +86,8 @@ class TensorFlowEngine:
         if len(tensors) == 1:
             return [self._all_reduce_one(tensors[0], has_elements, reduction, group, wire)]
         # The kernels take one tensor, so the segment travels as one.
-        joined = tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], axis=0)
+        flats = [tf.reshape(tensor, [-1]) for tensor in tensors]
+        joined = tf.concat(flats, axis=0)
         reduced = self._all_reduce_one(joined, has_elements, reduction, group, wire)
         pieces = tf.split(reduced, list(map(_count, tensors)))
         return [tf.reshape(piece, _shape(tensor)) for piece, tensor in zip(pieces, tensors)]
@@ -197,7 +198,8 @@ def _carried(rows: tf.Tensor, move: _Move, size: int) -> tf.Tensor:
         length = tf.shape(carrier)[1]
         # The graph decides on the padding, because a shape that isn't static may turn out empty.
         padding = tf.cast(length == 0, tf.int32)
-        moved = move(tf.pad(carrier, [[0, 0], [0, padding]]))[:, :length]
+        padded = tf.pad(carrier, [[0, 0], [0, padding]])
+        moved = move(padded)[:, :length]
     if not native:
         moved = from_words(moved, rows.dtype, _columns(rows))
     moved.set_shape([size, rows.shape[1]])
