@@ -224,7 +224,7 @@ def test_mpi_on_several_hosts_without_mpi4py(
 
 
 def test_the_process_that_started_the_ranks_names_the_job() -> None:
-    code = "from npu_device._src.membership import launchers; print(launchers.read_mpi().job)"
+    code = "from npu_device._src.membership import launchers; print(launchers.read_mpi().job_name)"
     starts = (  # each in a shell that doesn't give way to Python
         "export PMI_SIZE=2 MPI_LOCALNRANKS=2; for rank in 0 1; do PMI_RANK=$rank MPI_LOCALRANKID=$rank "
         f"sh -c '{sys.executable} -c \"{code}\"; true'; done"

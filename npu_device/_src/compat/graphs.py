@@ -386,7 +386,8 @@ def without_noise(graph: Any) -> None:
             if held_number is None:
                 # An integer draw is held at the least integer that it may draw.
                 held_number = operation.inputs[-2]
-            constant = tf.fill(tf.shape(output), tf.cast(held_number, output.dtype))
+            held = tf.cast(held_number, output.dtype)
+            constant = tf.fill(tf.shape(output), held)
             for user in users:
                 for index, tensor in enumerate(user.inputs):
                     if tensor is output:

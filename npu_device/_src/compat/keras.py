@@ -23,8 +23,11 @@ def keras_of(component: object) -> Any:
 
 def is_keras_3(keras: Any) -> bool:
     """Return True for Keras 3 and later; False for tf_keras and for the Keras 2 of TensorFlow 2.15."""
-    version = getattr(keras, "__version__", None) or getattr(keras, "version", lambda: "2")()
-    return int(str(version).split(".", 1)[0]) >= 3
+    version = getattr(keras, "__version__", None)
+    if not version:
+        version = getattr(keras, "version", lambda: "2")()
+    major = str(version).partition(".")[0]
+    return int(major) >= 3
 
 
 def optimizer_methods() -> list[tuple[type, str]]:
@@ -68,7 +71,8 @@ def session_backend() -> Any:
 
 
 def belongs_to_keras(component: Any) -> bool:
-    return str(component.__module__).split(".", 1)[0] in ("keras", "tf_keras")
+    root = str(component.__module__).partition(".")[0]
+    return root in ("keras", "tf_keras")
 
 
 def is_generator(candidate: Any) -> bool:
@@ -174,8 +178,8 @@ def accumulation_steps(optimizer: Any) -> int:
     if not steps or not is_keras_3(keras_of(optimizer)):
         return 1
     names = ("apply", "apply_gradients", "_backend_apply_gradients")
-    is_own = all(belongs_to_keras(getattr(type(optimizer), name, None)) for name in names)
-    if is_own:
+    methods = [getattr(type(optimizer), name, None) for name in names]
+    if all(map(belongs_to_keras, methods)):
         return int(steps)
     return 1
 
@@ -183,10 +187,8 @@ def accumulation_steps(optimizer: Any) -> int:
 def accumulators_of(optimizer: Any, variables: Any) -> list:
     """Return TensorFlow's variables in which a built optimizer adds up the gradients of some variables."""
     accumulators = optimizer._accumulated_gradients
-    return [
-        inner_variable(accumulators[optimizer._get_variable_index(variable)])
-        for variable in variables
-    ]
+    indices = map(optimizer._get_variable_index, variables)
+    return [inner_variable(accumulators[index]) for index in indices]
 
 
 def all_accumulators_of(optimizer: Any) -> list:
@@ -374,11 +376,8 @@ def loss_scale_class_of_tf_keras(keras: Any, optimizer: object) -> Any:
 
 
 def is_vocabulary(weight: Any) -> bool:
-    return (
-        hasattr(weight, "get_tensors")
-        and hasattr(weight, "set_weights")
-        and not hasattr(weight, "assign")
-    )
+    has_table = hasattr(weight, "get_tensors") and hasattr(weight, "set_weights")
+    return has_table and not hasattr(weight, "assign")
 
 
 def layer_of_vocabulary(weight: Any) -> Any:

@@ -57,7 +57,8 @@ def _is_allowed(name: str, names: str) -> bool:
     names = names.removeprefix("^")
     is_exact = names.startswith("=")
     names = names.removeprefix("=")
-    patterns = [pattern.strip() for pattern in names.split(",") if pattern.strip()]
+    words = [word.strip() for word in names.split(",")]
+    patterns = [word for word in words if word]
     fits = name in patterns
     if not is_exact:
         fits = name.startswith(tuple(patterns))
@@ -97,7 +98,8 @@ def _ipv4() -> _Interfaces:
         used = struct.unpack("iP", fcntl.ioctl(any_socket, _GET_ADDRESSES, request))[0]
     interfaces: _Interfaces = []
     for name, packed in _IFREQ.iter_unpack(space.tobytes()[:used]):
-        interfaces.append((name.rstrip(b"\0").decode(), ipaddress.IPv4Address(packed)))
+        address = ipaddress.IPv4Address(packed)
+        interfaces.append((name.rstrip(b"\0").decode(), address))
     return interfaces
 
 

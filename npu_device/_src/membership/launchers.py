@@ -80,14 +80,16 @@ def _mpi_or_slurm(mpi: Launched | None, slurm: Launched | None) -> Launched | No
         require_agreement(f"by {mpi.launcher}", mpi.size, mpi.rank, slurm)
     # mpiexec may start its daemons with srun, whose variables the ranks inherit. Ranks that srun itself starts may have
     # PMI_RANK and PMI_SIZE (--mpi=pmi2), but no local rank of MPI's; srun's own variables then say more.
-    if (mpi.size, mpi.rank, mpi.local_rank) == (slurm.size, slurm.rank, None):
+    is_same_rank = (mpi.size, mpi.rank) == (slurm.size, slurm.rank)
+    if is_same_rank and mpi.local_rank is None:
         return slurm
     return mpi
 
 
 def require_agreement(source: str, size: int, rank: int | None, launched: Launched) -> None:
     """Check a description of the job against a launcher, which started the ranks, or on each host their parent."""
-    if launched.size > size or (launched.size == size and rank not in (None, launched.rank)):
+    has_other_rank = launched.size == size and rank not in (None, launched.rank)
+    if launched.size > size or has_other_rank:
         position = f"rank {rank} of {size}"
         if rank is None:
             position = f"one of {size} ranks"
@@ -349,10 +351,12 @@ def _ask_mpi(launched: Launched) -> tuple[tuple[str, ...], int, bytes]:
             f"{problem}. mpi4py could ask MPI, but can't be imported: {error}.\n{remedy}"
         ) from error
     world = mpi.COMM_WORLD
-    if (world.Get_size(), world.Get_rank()) != (launched.size, launched.rank):
+    size = world.Get_size()
+    rank = world.Get_rank()
+    if (size, rank) != (launched.size, launched.rank):
         raise ClusterError(
             f"{problem}. mpi4py and the launcher use different MPI libraries: in mpi4py, {launched} is rank "
-            f"{world.Get_rank()} of {world.Get_size()}.\n{remedy}"
+            f"{rank} of {size}.\n{remedy}"
         )
     choice: Any = None
     if launched.rank == 0:

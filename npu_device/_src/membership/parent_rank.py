@@ -130,8 +130,9 @@ def _mark_of_another_process() -> dict[str, Any] | None:
     except (ValueError, TypeError, KeyError, AttributeError):
         # There is no mark, or a different version of the package has written it.
         return None
-    # This is the process's own mark.
-    if (pid, started) == (os.getpid(), start_time(os.getpid())):
+    own_pid = os.getpid()
+    # This process has made the mark itself.
+    if pid == own_pid and started == start_time(own_pid):
         return None
     # Different variables show that a launcher has made this process a rank of another job.
     if variables != _fingerprint():
@@ -146,4 +147,5 @@ def _fingerprint() -> str:
     if rank is None or not rank.strip().isdecimal():
         variables = (*OF_A_RANK, *_DEVICES)
     texts = [(variable.name, variable.raw()) for variable in variables]
-    return hashlib.sha256(repr(texts).encode(errors="surrogateescape")).hexdigest()[:16]
+    encoded = repr(texts).encode(errors="surrogateescape")
+    return hashlib.sha256(encoded).hexdigest()[:16]

@@ -204,7 +204,8 @@ def _check_devices(path: str, devices: Sequence[TableDevice]) -> None:
             )
     addressed = [device for device in devices if device.device_ip is not None]
     for previous, device in zip(addressed, addressed[1:]):
-        if (":" in str(previous.device_ip)) != (":" in str(device.device_ip)):
+        is_ipv6 = ":" in str(device.device_ip)
+        if is_ipv6 != (":" in str(previous.device_ip)):
             raise fault(
                 path,
                 f"{previous.location}.device_ip is {previous.device_ip!r} and {device.location}.device_ip is "
@@ -281,7 +282,8 @@ class Fields:
         high: float = math.inf,
     ) -> int:
         text = self.text(name, expected)
-        if not (text.isascii() and text.isdigit()) or not low <= int(text) <= high:
+        is_whole = text.isascii() and text.isdigit()
+        if not is_whole or not low <= int(text) <= high:
             raise self.wrong(name, expected)
         return int(text)
 

@@ -172,9 +172,8 @@ def secret() -> bytes:
 
 
 def _load_table() -> RankTable:
-    return rank_table.load(
-        environment.RANK_TABLE_FILE.raw() or "", environment.HCCL_CONNECT_TIMEOUT.get()
-    )
+    path = environment.RANK_TABLE_FILE.raw() or ""
+    return rank_table.load(path, environment.HCCL_CONNECT_TIMEOUT.get())
 
 
 def _from_rank_table(size: int, device_id: int | None) -> Membership:
@@ -249,8 +248,8 @@ def _find(table: RankTable, device_id: int | None) -> TableDevice:
 def _find_in_pod(table: RankTable, variable: str, pod: str, device_id: int | None) -> TableDevice:
     devices = [device for device in table.devices if device.pod == pod]
     if not devices:
-        pods = dict.fromkeys(device.pod for device in table.devices if device.pod is not None)
-        expected = ", ".join(pods) or "none"
+        pods = dict.fromkeys(device.pod for device in table.devices)
+        expected = ", ".join(filter(None, pods)) or "none"
         raise rank_table.fault(
             table.path, f"{variable} {pod!r} is not in it; expected one of its pods: {expected}"
         )

@@ -102,7 +102,8 @@ def _job(cluster: dict[str, Any], task_type: str, index: int) -> tuple[int, list
             f"says that this process is {task_type} {index}, which is not in its cluster; expected one of: {listed}"
         )
     # Insertion order is the order of the ranks.
-    return list(tasks).index((task_type, index)), list(tasks.values())
+    rank = list(tasks).index((task_type, index))
+    return rank, list(tasks.values())
 
 
 def _add_task(tasks: dict[_Task, _Address], task: _Task, text: Any) -> None:

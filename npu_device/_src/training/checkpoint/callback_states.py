@@ -70,9 +70,8 @@ class CallbackStates:
             state = _state_of(callback)
             weights = state[_ATTRIBUTE].get(_WEIGHTS)
             if weights is not None:
-                state[_ATTRIBUTE][_WEIGHTS] = [
-                    [array.dtype.name, list(array.shape)] for array in weights
-                ]
+                # The state has dtype and shape of each weight; the weights themselves are in ``arrays``.
+                state[_ATTRIBUTE][_WEIGHTS] = list(map(_dtype_and_shape, weights))
             try:
                 to_json(state)
             except TypeError as error:
@@ -115,13 +114,13 @@ class CallbackStates:
     def hide(self) -> None:
         """Let Keras not call the callbacks: the steps that are passed over are in their states already."""
         if self._list is not None:
-            hidden = {
-                id(self._callbacks[name]) for name in self._saved_states if name in self._callbacks
-            }
-            # Keras gets a new list, since it may be in a loop over the old one.
-            self._list.callbacks = [
-                callback for callback in self._all_callbacks if id(callback) not in hidden
+            hidden = [self._callbacks.get(name) for name in self._saved_states]
+            hidden_ids = set(map(id, hidden))
+            called = [
+                callback for callback in self._all_callbacks if id(callback) not in hidden_ids
             ]
+            # Keras gets a new list, since it may be in a loop over the old one.
+            self._list.callbacks = called
 
     def show(self) -> None:
         """Let Keras call all callbacks again."""
@@ -136,9 +135,8 @@ class CallbackStates:
 
     def resume(self, step: int) -> list[str]:
         """Give the callbacks their states, within a step of the epoch; return what isn't kept, a sentence each."""
-        lost = [
-            name.partition(".")[0] for name in self._callbacks if name not in self._saved_states
-        ]
+        lost_names = [name for name in self._callbacks if name not in self._saved_states]
+        lost = [name.partition(".")[0] for name in lost_names]
         arrays = iter(self.arrays)
         for name, state in self._saved_states.items():
             attributes = dict(state[_ATTRIBUTE])
@@ -164,6 +162,10 @@ def list_with(callback: Any) -> Any:
     return None
 
 
+def _dtype_and_shape(array: Any) -> list:
+    return [array.dtype.name, list(array.shape)]
+
+
 def _kind(callback: Any) -> str | None:
     """Return the name of the class of Keras whose state a callback has, also through a subclass in the script."""
     for cls in type(callback).__mro__:
@@ -175,9 +177,9 @@ def _kind(callback: Any) -> str | None:
 def _state_of(callback: Any) -> dict[str, Any]:
     kind = _kind(callback)
     names = _ATTRIBUTES.get(kind or "", ())
-    state: dict[str, Any] = {
-        _ATTRIBUTE: {name: getattr(callback, name) for name in names if hasattr(callback, name)}
-    }
+    existing = [name for name in names if hasattr(callback, name)]
+    attributes = {name: getattr(callback, name) for name in existing}
+    state: dict[str, Any] = {_ATTRIBUTE: attributes}
     if kind == "CSVLogger" and tf.io.gfile.exists(callback.filename):
         with tf.io.gfile.GFile(callback.filename) as file:
             state[_CONTENT] = file.read()

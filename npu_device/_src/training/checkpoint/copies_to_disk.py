@@ -182,12 +182,11 @@ class _CheckpointOfCopy:
             for rank, records in self._records.items():
                 self._write_part(rank, records, f"{piece}{rank}")
                 files |= folder.sync_files(self._partial, folder.own_prefix(rank))
-            self._save(
-                f"{piece}{folder.SHARED}", [(record["name"], record) for record in self._common]
-            )
+            self._save(f"{piece}{folder.SHARED}", _by_name(self._common))
         except _DamagedError:
             return None
-        files.update((path.name, []) for path in self._partial.glob(f"{piece}*"))
+        for path in self._partial.glob(f"{piece}*"):
+            files[path.name] = []
         return files
 
     def _write_part(self, rank: int, records: Sequence[Record], piece: str) -> None:
@@ -196,12 +195,11 @@ class _CheckpointOfCopy:
         differing = []
         for record in _of_kind(records, SHARED):
             # What isn't a variable is taken from one rank only, as on the disk.
-            if record["path"] is not None and record["crc"] != self._checksums.get(
-                full_name(record)
-            ):
+            common_checksum = self._checksums.get(full_name(record))
+            if record["path"] is not None and record["crc"] != common_checksum:
                 differing.append((record["path"], record))
         self._save(f"{prefix}.differing", differing)
-        self._save(piece, [(record["name"], record) for record in _of_kind(records, OWNED)])
+        self._save(piece, _by_name(_of_kind(records, OWNED)))
         for record in _of_kind(records, FILE):
             content = bytes(self._content(record))
             # The list of variables that differ was found after the record of the rank had been made.
@@ -260,6 +258,10 @@ class _CheckpointOfCopy:
 
 class _DamagedError(Exception):
     """A rank was killed while it replaced a copy, or the memory is damaged."""
+
+
+def _by_name(records: Sequence[Record]) -> list[tuple[str, Record]]:
+    return [(record["name"], record) for record in records]
 
 
 def _of_kind(records: Sequence[Record], kind: str) -> list[Record]:

@@ -150,7 +150,8 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
         compat.begin_fit_at(self.model, None)
         self.model.train_function = self._inner
         self._must_have_resumed()
-        self._job.try_to_save(self._total, self._notes(ended_of=self.params["epochs"]))
+        notes = self._notes(ended_of=self.params["epochs"])
+        self._job.try_to_save(self._total, notes)
         self._callbacks.end()
         self._job.close()
         global _newest
@@ -217,7 +218,8 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
             self._must_have_resumed()
         self._step += len(batches)
         # If the length is unknown, the last call of an epoch has counted as many steps as the others.
-        if self._resume is None or math.ceil(self._step / count) * count < self._resume["step"]:
+        counted_steps = math.ceil(self._step / count) * count
+        if self._resume is None or counted_steps < self._resume["step"]:
             return {}
         had_ended = False
         # An epoch that ended early counts, too.

@@ -83,7 +83,8 @@ def finish(directory: Path, partial: str, step: int, manifest: dict[str, Any]) -
 def latest(directory: Path) -> int | None:
     """Return the step of the newest checkpoint; None if none is named. Raise CheckpointError if it can't be read."""
     try:
-        return int(json.loads((directory / _LATEST).read_text(encoding="utf-8"))["step"])
+        text = (directory / _LATEST).read_text(encoding="utf-8")
+        return int(json.loads(text)["step"])
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -187,7 +188,8 @@ def tidy(directory: Path, but: str = "") -> list[str]:
 
 
 def _finished(directory: Path) -> list[int]:
-    return sorted((int(match[1]) for match in _matches(directory, _FINISHED)), reverse=True)
+    finished = [int(match[1]) for match in _matches(directory, _FINISHED)]
+    return sorted(finished, reverse=True)
 
 
 def _matches(directory: Path, pattern: re.Pattern[str]) -> list[re.Match[str]]:

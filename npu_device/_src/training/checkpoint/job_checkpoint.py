@@ -158,10 +158,11 @@ class JobCheckpoint:
         if self._preemption is not None and self._preemption.count_step():
             self._is_stopping = True
             self._prepare()
-            copies = self._copies
-            if copies is None or not copies.copy_last_step(
-                step, dict(notes or {}), self._preemption
-            ):
+            is_copied = False
+            if self._copies is not None:
+                last_notes = dict(notes or {})
+                is_copied = self._copies.copy_last_step(step, last_notes, self._preemption)
+            if not is_copied:
                 self.save(step, notes)
             self._preemption.note_saved()
             _log.info("stopped after step %d, as asked", step)
@@ -402,10 +403,10 @@ class JobCheckpoint:
         answers = gather(world, (step, newest, sent_digests))
         steps = [rank_step for rank_step, _, _ in answers]
         if len(set(steps)) > 1:
+            texts = [f"rank {rank}: {rank_step}" for rank, rank_step in enumerate(steps)]
             raise RuntimeError(
-                "the ranks save different steps: "
-                + ", ".join(f"rank {rank}: {rank_step}" for rank, rank_step in enumerate(steps))
-                + ".\nWhat to do: give every rank the same number of steps."
+                f"the ranks save different steps: {', '.join(texts)}.\n"
+                "What to do: give every rank the same number of steps."
             )
         newest = max(newest_of_rank for _, newest_of_rank, _ in answers)
         if newest >= 0:
@@ -446,7 +447,8 @@ class JobCheckpoint:
         """Write the files of this rank; ``means`` are what one process has in the variables ``parts``."""
         partial.mkdir(exist_ok=True)
         prefix = folder.own_prefix(storage.rank)
-        self._own_state.write(partial / prefix, {**differing, **parts}, [*parts])
+        own_variables = {**differing, **parts}
+        self._own_state.write(partial / prefix, own_variables, [*parts])
         written = folder.sync_files(partial, prefix)
         if storage.is_keeper:
             with with_values([*parts.values()], means):

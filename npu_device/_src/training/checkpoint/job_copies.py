@@ -90,7 +90,8 @@ class JobCopies:
     def copy_last_step(self, step: int, notes: dict[str, Any], preemption: Preemption) -> bool:
         """Copy the last step for ranks that go on with other nodes; return False if it has to be saved on the disk."""
         copier = self._copier
-        has_room = copier.has_room(bytes_of_all(list(self._copied.shared.variables().values())))
+        variables = self._copied.shared.variables()
+        has_room = copier.has_room(bytes_of_all(list(variables.values())))
         answers = gather(self._world, (preemption.takes_nodes, preemption.is_signalled, has_room))
         loses_node_0 = any(answers[rank][1] for rank in copier.ranks_of_node_0)
         # When node 0 goes, no rank goes on until it is back.

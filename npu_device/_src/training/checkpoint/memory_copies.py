@@ -153,8 +153,8 @@ class Copier:
             interval: steps between copies.
         """
         # The ranks of a host are next to each other.
-        sizes = np.reshape(gather(self._world, size), (self._hosts, -1))
-        by_host = sizes.sum(axis=1)
+        sizes = np.asarray(gather(self._world, size))
+        by_host = sizes.reshape(self._hosts, -1).sum(axis=1)
         held = amount(by_host[self._host])
         needed = (SLOTS + 1) * by_host[self._host]
         text = f"{SLOTS} x {held} on this host"
@@ -171,9 +171,8 @@ class Copier:
             growth = needed - sum(slot.size for slot in self._slots)
             free = free_memory()
             if self._is_first and free is not None and growth > free:
-                raise CheckpointError(
-                    _TOO_LARGE.format(held=held, growth=amount(growth), free=amount(free))
-                )
+                text = _TOO_LARGE.format(held=held, growth=amount(growth), free=amount(free))
+                raise CheckpointError(text)
 
         on_all_ranks(self._world, check, "there is too little memory for memory_every:")
         if self.storage.rank == 0:
@@ -204,7 +203,8 @@ class Copier:
                 if record["kind"] == SHARED and not self._is_first:
                     is_same = of_first.get(full_name(record)) == checksum
                     is_held = record["path"] is not None and not is_same
-                records.append({**record, "bytes": len(content), "crc": checksum, "held": is_held})
+                copied = {"bytes": len(content), "crc": checksum, "held": is_held}
+                records.append({**record, **copied})
                 if is_held:
                     contents.append(content)
             slot.write({**header, "records": records}, contents)
@@ -219,9 +219,10 @@ class Copier:
     def _checksums_of_first(self, header: dict[str, Any]) -> dict[str, int]:
         # The first rank writes its copy at this moment, so that this is a short wait.
         deadline = time.monotonic() + COPY_WAIT_SECONDS
+        key = header["attempt"], header["step"]
         while time.monotonic() < deadline:
             for slot in self._slots_of_first_rank:
-                if slot.load_header() and slot.key == (header["attempt"], header["step"]):
+                if slot.load_header() and slot.key == key:
                     records = slot.header["records"]
                     shared = [record for record in records if record["kind"] == SHARED]
                     return {full_name(record): record["crc"] for record in shared}

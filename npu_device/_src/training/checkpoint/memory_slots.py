@@ -265,5 +265,6 @@ def copies(slots: Sequence[Slot]) -> dict[str, dict[Key, dict[int, Slot]]]:
     for slot in slots:
         if slot.load_header():
             by_key = by_directory.setdefault(slot.header["directory"], {})
-            by_key.setdefault(slot.key, {}).setdefault(slot.header["rank"], slot)
+            by_rank = by_key.setdefault(slot.key, {})
+            by_rank.setdefault(slot.header["rank"], slot)
     return by_directory

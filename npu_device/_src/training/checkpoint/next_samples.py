@@ -75,8 +75,9 @@ def checksum_of(batches: Any) -> int:
     """
     checksum = 0
     for tensor in tf.nest.flatten(batches, expand_composites=True):
+        dtype = getattr(tensor, "dtype", None)
         # Datasets of datasets have elements without values.
-        if tensor is None or getattr(tensor, "dtype", None) in (tf.variant, tf.resource):
+        if tensor is None or dtype in (tf.variant, tf.resource):
             continue
         for row in np.atleast_1d(np.asarray(tensor)):
             flat = np.ravel(row)

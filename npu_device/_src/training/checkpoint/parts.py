@@ -47,10 +47,11 @@ class SharedState:
         # track them.
         named = {name: trackable(component, name) for name, component in self._trackables.items()}
         # Variables are compared as objects: the same one has another path in each view.
-        tracked = set(map(id, variables_of(tf.train.Checkpoint(**named)).values()))
-        listed = [
-            variable for component in self._trackables.values() for variable in _listed(component)
-        ]
+        tracked_variables = variables_of(tf.train.Checkpoint(**named))
+        tracked = set(map(id, tracked_variables.values()))
+        listed = []
+        for component in self._trackables.values():
+            listed += _listed(component)
         missed = [variable for variable in unique(listed) if id(variable) not in tracked]
         if missed:
             named[_UNTRACKED] = missed
@@ -80,12 +81,10 @@ class SharedState:
         """Note that this rank has read its own part of some variables, in which optimizers add up gradients."""
         if not paths:
             return
-        adding = [
-            reducing_optimizer(optimizer)
-            for trackable_object in self._trackables.values()
-            for optimizer in training_state.optimizers(trackable_object)
-        ]
-        for optimizer in unique(adding):
+        reducing: list = []
+        for component in self._trackables.values():
+            reducing += map(reducing_optimizer, training_state.optimizers(component))
+        for optimizer in unique(reducing):
             if compat.accumulation_steps(optimizer) > 1:
                 note_accumulators(world, optimizer)
 
@@ -170,7 +169,8 @@ def _listed(component: Any) -> list:
 
 def _of_keras_3(component: Any) -> bool:
     # The base tells the Keras, also of a subclass in the script.
-    roots = {cls.__module__.split(".", 1)[0] for cls in type(component).__mro__}
+    modules = [cls.__module__ for cls in type(component).__mro__]
+    roots = {module.partition(".")[0] for module in modules}
     return "keras" in roots and compat.is_keras_3(compat.keras_of(component))
 
 
@@ -183,7 +183,8 @@ def variables_of(root: Any) -> dict[str, Any]:
     while pending:
         path, parent = pending.pop()
         # In sorted order, a variable that is reached on two paths gets the same path on every rank.
-        for name, child in sorted(tf.train.TrackableView.children(parent).items()):
+        children = tf.train.TrackableView.children(parent)
+        for name, child in sorted(children.items()):
             if id(child) in visited:
                 continue
             visited.add(id(child))
@@ -228,21 +229,21 @@ class RankState:
         if samples:
             moved = self._iterators()
         lost = next_samples.move_on(world, moved, step, samples)
-        states = [name for name in (*self._trackables, *self._generators) if name not in moved]
+        names = [*self._trackables, *self._generators]
+        states = [name for name in names if name not in moved]
         if states:
-            names = ", ".join(states)
-            text = (
-                f"{names} (per_rank): as this script has made them; an optimizer begins at step 0"
+            listed = ", ".join(states)
+            lost.append(
+                f"{listed} (per_rank): as this script has made them; an optimizer begins at step 0"
             )
-            lost.append(text)
         return lost
 
     def _iterators(self) -> dict[str, Any]:
-        return {
-            name: component
-            for name, component in self._trackables.items()
-            if isinstance(component, tf.data.Iterator)
-        }
+        iterators = {}
+        for name, component in self._trackables.items():
+            if isinstance(component, tf.data.Iterator):
+                iterators[name] = component
+        return iterators
 
     def collect(self) -> None:
         """Ask callbacks for their states, whose best weights are among the shared variables from now on."""
@@ -270,11 +271,12 @@ class RankState:
         if self._trackables:
             tf.train.Checkpoint(**self._trackables).write(str(prefix))
         if differing:
+            tensors = list(map(tf.convert_to_tensor, differing.values()))
             tf.raw_ops.SaveV2(
                 prefix=f"{prefix}.differing",
                 tensor_names=list(differing),
                 shape_and_slices=[""] * len(differing),
-                tensors=list(map(tf.convert_to_tensor, differing.values())),
+                tensors=tensors,
             )
         states: dict[str, Any] = {}
         for name, generator in self._generators.items():
@@ -325,11 +327,12 @@ class RankState:
             else:
                 lost.append(f"{path}: it doesn't exist yet")
         if existing:
+            dtypes = [tf.as_dtype(variable.dtype) for variable in existing.values()]
             tensors = tf.raw_ops.RestoreV2(
                 prefix=f"{prefix}.differing",
                 tensor_names=list(existing),
                 shape_and_slices=[""] * len(existing),
-                dtypes=[tf.as_dtype(variable.dtype) for variable in existing.values()],
+                dtypes=dtypes,
             )
             for variable, tensor in zip(existing.values(), tensors):
                 variable.assign(tensor)

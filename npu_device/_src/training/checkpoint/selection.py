@@ -92,7 +92,8 @@ def newest_whole(world: World | None, storage: Storage) -> Chosen | None:
     for step in steps:
         views: list[_View] = gather(world, _judge(storage, step))
         damaged = _problems(world, storage, views)
-        holders = [rank for rank in sorted(set(storage.keepers)) if views[rank][0] is None]
+        keepers = sorted(set(storage.keepers))
+        holders = [rank for rank in keepers if views[rank][0] is None]
         if not holders:
             problems += damaged
             continue
@@ -108,7 +109,8 @@ def newest_whole(world: World | None, storage: Storage) -> Chosen | None:
             lost = []
             if saved != len(views):
                 wrote = counted(saved, "rank")
-                lost = [_OTHER_SIZE.format(wrote=wrote, now=counted(len(views), "rank"))]
+                now = counted(len(views), "rank")
+                lost = [_OTHER_SIZE.format(wrote=wrote, now=now)]
             return _chosen(world, storage, step, holders[0], lost)
         problems += damaged
         if partly is None:
@@ -260,7 +262,8 @@ def complete(
     """
 
     def finish() -> None:
-        folder.finish(storage.directory, storage.partial(step).name, step, manifest())
+        partial = storage.partial(step).name
+        folder.finish(storage.directory, partial, step, manifest())
 
     def name_latest() -> None:
         folder.name_latest(storage.directory, step)

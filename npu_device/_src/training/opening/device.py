@@ -217,7 +217,8 @@ def _set_seed(seed: int | None) -> None:
     _seed = seed
     # Seeds can be set without making TensorFlow's context. A Keras that is imported later takes its seeds from Python's
     # random state.
-    keras_utils = [sys.modules[name].utils for name in ("keras", "tf_keras") if name in sys.modules]
+    imported = [name for name in ("keras", "tf_keras") if name in sys.modules]
+    keras_utils = [sys.modules[name].utils for name in imported]
     # The import fails where TF_USE_LEGACY_KERAS is set without tf_keras.
     with contextlib.suppress(ImportError):
         keras_utils.append(tf.keras.utils)
