@@ -21,9 +21,9 @@ ROOT = Path(__file__).resolve().parents[2]
 LIMITS = {
     "names that are pronouns, %": 0.5,
     "names such as item, value or data, %": 1.0,
-    "tokens per statement": 10.2,
-    "statements over 30 tokens, %": 1.4,
-    "conditional expressions per 100 functions": 1.6,
+    "tokens per statement": 10.0,
+    "statements over 30 tokens, %": 1.2,
+    "conditional expressions per 100 functions": 1.3,
     "assignments of several values": 4,
     "circles of files": 0,
     "statements of a file": 300,
