@@ -21,6 +21,7 @@ NOT_INSTALLED = "not installed"
 
 FILE = "results.json"
 
+_VECTORS = ("avx512f", "avx2", "avx")  # as /proc/cpuinfo writes them, the widest ones first
 _PACKAGES = ("tensorflow", "tf-keras", "numpy", "torch", "mpich", "mpi4py")
 
 
@@ -120,10 +121,15 @@ class Machine:
     python: str
     versions: dict[str, str]
 
+    @property
+    def processor(self) -> str:
+        """Return the number of cores and their kind."""
+        return f"{self.cores} cores of {self.cpu}"
+
     def line(self) -> str:
         """Return the same in one line."""
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
-        hardware = f"{self.cores} cores of {self.cpu}, {self.memory_gib:.0f} GiB"
+        hardware = f"{self.processor}, {self.memory_gib:.0f} GiB"
         return f"{hardware}, {self.system}, Python {self.python}, {versions}"
 
 
@@ -153,14 +159,13 @@ class Results:
         return [state for state in STATES if state in found]
 
     def with_others_of(self, other: Results | None) -> Results:
-        """Return these results with those of other cases of the same version and kind of processor."""
-        if other is None:
-            return self
-        kinds = {(each.machine.cpu, each.machine.cores, each.version) for each in (self, other)}
-        if len(kinds) > 1:
+        """Return these results with those of other cases of the same version, marked with their run and processor."""
+        if other is None or other.version != self.version:
             return self
         own = {(each.case, each.ranks) for each in self.cases}
         run = "" if other.run == self.run else other.run
+        if other.machine.processor != self.machine.processor:
+            run = f"{other.run}, {other.machine.processor}"
         others = [
             dataclasses.replace(each, earlier=each.earlier or run)
             for each in other.cases
@@ -231,9 +236,15 @@ def _machine() -> Machine:
 
 
 def _cpu_model() -> str:
+    """Return the processor's name with its widest vector instructions: they decide how long a step computes."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    fields = {
+        name.strip(): content.strip()
+        for name, _, content in (line.partition(":") for line in lines)
+    }
+    instructions = fields.get("flags", "").split()
+    widest = next((f" ({each})" for each in _VECTORS if each in instructions), "")
+    return f"{fields.get('model name', platform.machine())}{widest}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import dataclasses
 import json
 import os
 import re
@@ -264,6 +265,9 @@ def test_results_of_another_version_are_left_out_and_those_of_another_commit_nam
     assert f"Measured before, on {results.date}, commit another: " in " ".join(
         setup(merged).split()
     )
+    results.machine = dataclasses.replace(results.machine, cpu="another kind")
+    (marked, _) = [case.earlier for case in other.with_others_of(results).cases]
+    assert marked == f"{results.run}, {results.machine.cores} cores of another kind"
     results.version = "0.1.0"
     results.write(tmp_path / "results.json")
     empty = page.replace("old\n", "")

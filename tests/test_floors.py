@@ -91,7 +91,7 @@ INSIDE = {
         ("calling_threads", "hosts_of_job"),
         ("call",),
         ("call_count", "engines/host/channel", "sessions"),
-        ("engines/context", "engines/host/programs", "engines/host/message_channel"),
+        ("engines/context", "engines/host/transfer_rounds", "engines/host/message_channel"),
         (
             "engines/host/memory_ring",
             "engines/host/queue",

@@ -44,10 +44,10 @@ GATHERING = """
 
     path = f"{sys.argv[1]}/step{os.environ['RANK_ID']}"
     job = start(*rendezvous.meet(membership_from_environment()), serves_others=False)
-    step = min(job.store.gather("begin", int(open(path).read()) if os.path.exists(path) else 0, 60))
+    step = min(job.control.gather("begin", int(open(path).read()) if os.path.exists(path) else 0, 60))
     while step < 40:
         time.sleep(0.05)
-        step = sum(job.store.gather(f"after {step}", step, 60)) // 2 + 1
+        step = sum(job.control.gather(f"after {step}", step, 60)) // 2 + 1
         with open(path + ".part", "w") as file:
             file.write(str(step))
         os.replace(path + ".part", path)

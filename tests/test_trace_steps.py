@@ -204,7 +204,7 @@ def _clock() -> tuple[float, float | None]:
     running = current()
     assert running is not None
     job: Any = SimpleNamespace(cluster=replace(running.cluster, hosts=("here", "there")))
-    job.store, job.health = running.store, running.health
+    job.control, job.health = running.control, running.health
     return tracing.measure_clock(job)
 
 

@@ -493,6 +493,16 @@ def test_failures_hide_no_verdict(cause: str, tmp_path: Path) -> None:
     assert ("as 2 ranks, the script failed" in verdict.text) == (cause == "failed")
 
 
+@pytest.mark.full
+def test_ranks_that_hang_hide_no_verdict_if_they_were_only_tried(tmp_path: Path) -> None:
+    hangs = "if size == 3:\n    import time; time.sleep(900)\n"
+    source = LOOP.format(**{**RIGHT, "data": hangs + RIGHT["data"]})
+    verdict = judged(tmp_path, source, [2, 3], "3", steps=2)
+    assert not verdict.cause and verdict.code == 0, report.text(verdict)
+    said = "3 ranks: as 3 ranks, the script made no step within"
+    assert any(said in missed for missed in verdict.missed), verdict.missed
+
+
 NO_CALL = """
 import numpy as np, tensorflow as tf
 

@@ -7,6 +7,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 MOST_RANKS = 1 << 16  # more than any job has
+INDIVISIBLE = "the global batch size must be divisible by the number of ranks"
+"""The error of ``shard_and_rebatch_dataset``, by which ``verify`` and ``speed`` know that a script can't run on so many
+ranks."""
 
 
 def counted(number: int, noun: str) -> str:

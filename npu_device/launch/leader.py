@@ -110,7 +110,7 @@ class Leader:
 
     @property
     def _idle(self) -> set[int]:
-        """The nodes that are there and don't take part in an attempt."""
+        """Return the nodes that are there and take no part in an attempt."""
         return self._links.keys() - self._running
 
     def _send(self, receivers: Iterable[int], message: Any) -> None:

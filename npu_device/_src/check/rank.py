@@ -61,7 +61,7 @@ def check() -> dict[str, Any]:
 
 
 def _gather(job: Job, name: str, content: Any) -> list:
-    return job.store.gather(f"check/{name}", content, CHECK_OTHERS_SECONDS)
+    return job.control.gather(f"check/{name}", content, CHECK_OTHERS_SECONDS)
 
 
 def _connected(job: Job) -> CheckedJob:

@@ -185,7 +185,7 @@ class Terms(NamedTuple):
     row: Optional[Callable[[], Row]]  # the call as the stall watch shows it; None for ``AGREED``
     overlaps: bool  # another thread of this rank is in a call of the group: every rank refuses
     # Returns the error for calls that differ, given the position of the transfer in the group.
-    refuse: Callable[[int], Exception]
+    error_for_mismatch: Callable[[int], Exception]
     agreed: bool = False  # the ranks have compared the call, and this is a later transfer of it
 
     def of_later_transfers(self) -> Terms:
@@ -210,14 +210,14 @@ class MismatchError(PeerError):
 
 
 def mismatch(
-    cluster: Cluster, store: ControlChannel, group: Group, own_row: Row, position: int
+    cluster: Cluster, control: ControlChannel, group: Group, own_row: Row, position: int
 ) -> MismatchError:
     """Exchange the calls (``Call.row``) with the other ranks, through the hub, and return the error."""
     # If the hub is gone, the table lacks the rows of the other ranks.
     rows_by_rank = {cluster.rank: own_row}
     with contextlib.suppress(ClusterError):
         key = f"mismatch/{group.key}/{position}"
-        rows_by_rank = store.gather_from(key, own_row, group.ranks, DETAILS_SECONDS)
+        rows_by_rank = control.gather_from(key, own_row, group.ranks, DETAILS_SECONDS)
     rows = [rows_by_rank.get(rank) for rank in group.ranks]
     answers = [row for row in rows if row is not None]
     threads = _threads_differ(answers)

@@ -33,7 +33,7 @@ class Collective:
         values: what the ranks compare: dense tensors, their specs, ``tf.IndexedSlices`` and ``None``.
         body: moves the data, given the engine of the call and the inputs.
         inputs: the values and what else the body is given; None for the values only.
-        results: returns the specs of the results, in their structure; None for a collective that returns nothing.
+        result_specs: returns the specs of the results, in their structure; None for a collective that returns nothing.
         details: whatever else must be the same on every rank.
         ragged: the first dimension of the values may differ among the ranks.
         has_owners: some of the values are those of one rank each.
@@ -45,7 +45,7 @@ class Collective:
     values: Sequence
     body: Callable
     inputs: Optional[Sequence] = None
-    results: Optional[Callable[[], Any]] = None
+    result_specs: Optional[Callable[[], Any]] = None
     details: dict[str, Any] = field(default_factory=dict)
     ragged: bool = False
     has_owners: bool = False
@@ -113,25 +113,25 @@ class Collective:
         group = self.group
         is_eager = tf.executing_eagerly()
 
-        def refuse(position: int) -> Exception:
+        def error_for_mismatch(position: int) -> Exception:
             are_several = overlaps or (not is_eager and job.threads.are_several(group))
             row = {**call.row(), "overlaps": are_several}
-            error = mismatch(job.cluster, job.store, group, row, position)
+            error = mismatch(job.cluster, job.control, group, row, position)
             if not is_eager:
                 # This stops the rank, since the rest of the graph may already have started other collectives.
                 job.health.stop(f"{type(error).__name__}: {error}")
             return error
 
         shapes = shapes_number(call, self.values, self.ragged)
-        return Terms(call.fingerprint, shapes, call.row, overlaps, refuse)
+        return Terms(call.fingerprint, shapes, call.row, overlaps, error_for_mismatch)
 
     def _add_to_session(self, job: Job, call: Call) -> Any:
         """Add the call to the graph of a session; return its results, or the operation itself if there are none."""
         arguments = list(self._body_inputs())
         inputs = tf.nest.map_structure(tf.convert_to_tensor, arguments, expand_composites=True)
         structure = tf.TensorSpec([], tf.int32)
-        if self.results is not None:
-            structure = self.results()
+        if self.result_specs is not None:
+            structure = self.result_specs()
 
         def run(*arrays: tf.Tensor) -> list[tf.Tensor]:
             values = tf.nest.pack_sequence_as(inputs, arrays, expand_composites=True)
@@ -141,7 +141,7 @@ class Collective:
                 # A receive has no inputs, and compares the spec of what it expects.
                 compared = values[: len(self.values)] or self.values
             results = replace(self, values=compared, inputs=values).run(job, call)
-            if self.results is None:
+            if self.result_specs is None:
                 return [tf.constant(0)]
             return tf.nest.flatten(results, True)
 
@@ -156,7 +156,7 @@ class Collective:
         flat_inputs = tf.nest.flatten(inputs, True)
         collective = InSession(self.group, call, flat_inputs, specs, run, gradient, _FromFirst(job))
         results = job.sessions.add(collective)
-        if self.results is None:
+        if self.result_specs is None:
             return results[0].op
         return tf.nest.pack_sequence_as(structure, results, expand_composites=True)
 

@@ -98,7 +98,7 @@ class Job(EngineContext):
     def part(self, part_type: type[_Part]) -> _Part | None:
         return cast("_Part | None", self._parts.get(part_type))
 
-    def made(self, part_type: type[_Part]) -> _Part:
+    def part_or_new(self, part_type: type[_Part]) -> _Part:
         """Return the part of a class, which is made without arguments at its first use."""
         if part_type not in self._parts:
             self.add(part_type())

@@ -35,10 +35,10 @@ def all_gather(job: Job, tensor: tf.Tensor, group: Group) -> tf.Tensor:
         gathered = engine.gather(tf.reshape(tensor, [1, -1]))
         return with_first_dimension(gathered, tensor, lambda rows: rows * group.size)
 
-    def results() -> tf.TensorSpec:
+    def result_specs() -> tf.TensorSpec:
         return spec_with_first_dimension(tensor, lambda rows: rows * group.size)
 
-    collective = Collective("all_gather", group, [tensor], body, results=results)
+    collective = Collective("all_gather", group, [tensor], body, result_specs=result_specs)
     return collective.run(job)
 
 
@@ -54,14 +54,20 @@ def all_gather_v(job: Job, tensor: tf.Tensor, group: Group, purpose: str = "") -
     def body(engine: AgreedEngine, tensor: tf.Tensor) -> tf.Tensor:
         return gather_ragged(engine, tensor)
 
-    def results() -> tf.TensorSpec:
+    def result_specs() -> tf.TensorSpec:
         return spec_with_first_dimension(tensor, lambda _: None)
 
     details = {}
     if purpose:
         details = {"purpose": purpose}
     collective = Collective(
-        "all_gather_v", group, [tensor], body, results=results, details=details, ragged=True
+        "all_gather_v",
+        group,
+        [tensor],
+        body,
+        result_specs=result_specs,
+        details=details,
+        ragged=True,
     )
     return collective.run(job)
 
@@ -107,8 +113,10 @@ def all_to_all_v(
         return join_blocks(rows, incoming)
 
     inputs = [vector, send_counts, send_at, recv_counts, recv_at]
-    results = partial(tf.TensorSpec, [None], vector.dtype)
-    collective = Collective("all_to_all_v", group, [vector], body, inputs, results, ragged=True)
+    result_specs = partial(tf.TensorSpec, [None], vector.dtype)
+    collective = Collective(
+        "all_to_all_v", group, [vector], body, inputs, result_specs, ragged=True
+    )
     return collective.run(job)
 
 
@@ -154,7 +162,7 @@ def all_to_all_vc(job: Job, vector: tf.Tensor, send_count_matrix: Any, group: Gr
         rows = engine.exchange(pad_blocks(vector, outgoing, longest))
         return join_blocks(rows, packed_blocks(matrix[:, group.rank]))
 
-    results = partial(tf.TensorSpec, [None], vector.dtype)
+    result_specs = partial(tf.TensorSpec, [None], vector.dtype)
     # Every rank has the same matrix; of one that only the running graph knows, this isn't checked.
     counts: Any = "known to the running graph only"
     if static_counts is not None:
@@ -162,7 +170,7 @@ def all_to_all_vc(job: Job, vector: tf.Tensor, send_count_matrix: Any, group: Gr
     details = {"send_count_matrix": counts}
     inputs = [vector, matrix]
     collective = Collective(
-        "all_to_all_vc", group, [vector], body, inputs, results, details, ragged=True
+        "all_to_all_vc", group, [vector], body, inputs, result_specs, details, ragged=True
     )
     return collective.run(job)
 

@@ -54,10 +54,10 @@ def all_reduce(job: Job, tensor: tf.Tensor, reduction: str, group: Group) -> tf.
     def body(engine: AgreedEngine, tensor: tf.Tensor) -> tf.Tensor:
         return engine.all_reduce([[tensor]], reduction)[0][0]
 
-    results = _reduced_spec(tensor, reduction)
+    result_specs = _reduced_spec(tensor, reduction)
     details = {"reduction": reduction}
     collective = Collective(
-        "all_reduce", group, [tensor], body, None, results, details, gradient=gradient
+        "all_reduce", group, [tensor], body, None, result_specs, details, gradient=gradient
     )
     return collective.run(job)
 
@@ -91,9 +91,11 @@ def reduce(job: Job, tensor: tf.Tensor, reduction: str, root_rank: int, group: G
 
         return differentiable_move(reduced, backward, tensor)
 
-    results = _reduced_spec(tensor, reduction)
+    result_specs = _reduced_spec(tensor, reduction)
     details = {"reduction": reduction, "root_rank": root_rank}
-    collective = Collective("reduce", group, [tensor], body, results=results, details=details)
+    collective = Collective(
+        "reduce", group, [tensor], body, result_specs=result_specs, details=details
+    )
     return collective.run(job)
 
 
@@ -132,10 +134,10 @@ def reduce_scatter(job: Job, tensor: tf.Tensor, reduction: str, group: Group) ->
         return moves.with_first_dimension(reduced, tensor, lambda rows: rows // group.size)
 
     block = moves.spec_with_first_dimension(tensor, lambda rows: rows // group.size)
-    results = _reduced_spec(block, reduction)
+    result_specs = _reduced_spec(block, reduction)
     details = {"reduction": reduction}
     collective = Collective(
-        "reduce_scatter", group, [tensor], body, results=results, details=details
+        "reduce_scatter", group, [tensor], body, result_specs=result_specs, details=details
     )
     return collective.run(job)
 
@@ -209,11 +211,13 @@ def broadcast(job: Job, tensors: Sequence[tf.Tensor], root_rank: int, group: Gro
 
         return differentiable(engine.broadcast(tensors, root_rank), backward, tensors)
 
-    def results() -> list[tf.TensorSpec]:
+    def result_specs() -> list[tf.TensorSpec]:
         return [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
 
     details = {"root_rank": root_rank}
-    collective = Collective("broadcast", group, tensors, body, results=results, details=details)
+    collective = Collective(
+        "broadcast", group, tensors, body, result_specs=result_specs, details=details
+    )
     return collective.run(job)
 
 
@@ -228,7 +232,7 @@ def barrier(job: Job, group: Group) -> tf.Tensor:
         return engine.all_reduce([[tf.constant(1)]], "sum")[0][0]
 
     spec = tf.TensorSpec([], tf.int32)
-    collective = Collective("barrier", group, [], body, results=lambda: spec)
+    collective = Collective("barrier", group, [], body, result_specs=lambda: spec)
     return collective.run(job)
 
 

@@ -41,7 +41,9 @@ def count_cores(running: Job) -> None:
     quota = read_quota()
     own_answer = [own_cores, quota and quota.group]
     key = f"cores/{cluster.neighbours[0]}"
-    answers = running.store.gather_from(key, own_answer, cluster.neighbours, LATEST_ANSWER_SECONDS)
+    answers = running.control.gather_from(
+        key, own_answer, cluster.neighbours, LATEST_ANSWER_SECONDS
+    )
     users = Counter(core for cores, _ in answers.values() for core in cores)
     # Fractions add up to whole cores exactly.
     share = sum((Fraction(1, users[core]) for core in own_cores), Fraction())

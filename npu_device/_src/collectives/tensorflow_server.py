@@ -36,7 +36,7 @@ def start(job: Job) -> None:
         ) from error
     # The port stays reserved until all ranks know it, so that no other process takes it meanwhile.
     with contextlib.closing(reserved):
-        ports = job.store.gather("server/ports", reserved.number, timeout)
+        ports = job.control.gather("server/ports", reserved.number, timeout)
         reserved.leave_to_server()
         addresses = [join_address(host, port) for host, port in zip(cluster.addresses, ports)]
         _initialize(job, addresses, reserved.number)
@@ -47,7 +47,7 @@ def start(job: Job) -> None:
     # all of them: so no rank ends before the others.
     job.serves_others = True
     # Nobody may connect to a server that isn't there yet.
-    job.store.gather("server/up", None, timeout)
+    job.control.gather("server/up", None, timeout)
     # TensorFlow may learn of a closed connection, and abort, before the hub has told that a rank is gone.
     job.health.symptoms.append(lambda error: "Collective ops is aborted" in str(error))
     job.health.on_stop(lambda text: context.abort_collective_ops(tf.errors.UNAVAILABLE, text))

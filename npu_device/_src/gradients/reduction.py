@@ -151,7 +151,7 @@ def reduce_list(
                 trace.segment(_own_or_last(segment, reduced, tensors))
     if trace is not None:
         reduced = trace.recorded_with(reduced)
-    job.made(ReducedTensors).add(reduced)
+    job.part_or_new(ReducedTensors).add(reduced)
     return reduced
 
 
@@ -171,7 +171,7 @@ def _cut(
     # A single dense tensor, the usual ``all_reduce``, needs no order.
     if len(tensors) == 1 and isinstance(tensors[0], tf.Tensor):
         return _CutList([[0]], sparse=[], calls=[([0], [[0]])])
-    orders = job.made(FirstOrders)
+    orders = job.part_or_new(FirstOrders)
     segments = cut(orders, tensors, options.reduction, options.fusion, group.name)
     sparse = []
     for position, tensor in enumerate(tensors):

@@ -35,7 +35,6 @@ from npu_device._src.speed.timed_process import (
     take_report,
 )
 from npu_device._src.verify.forking import (
-    INDIVISIBLE,
     ForkingProcess,
     are_done,
     next_end,
@@ -44,7 +43,7 @@ from npu_device._src.verify.forking import (
     run_script,
 )
 from npu_device._src.verify.plan import DONE, LOG, START, PlannedProcess
-from npu_device._src.wording import counted
+from npu_device._src.wording import INDIVISIBLE, counted
 
 _MODULE = "npu_device._src.speed.measured_runs"
 _NO_TIME = "no time (see --minutes)"

@@ -156,7 +156,7 @@ def measure_clock(job: Job) -> tuple[float, float | None]:
         if cluster.rank == measurer:
             # The fastest answer is the most exact: the comparison is wrong by half of the round trip at most.
             measurement = min(_ask(job, number, timeout) for number in range(_ROUNDS))
-        measurements = job.store.gather_from(
+        measurements = job.control.gather_from(
             f"clock of {cluster.host}", measurement, cluster.neighbours, timeout
         )
         if measurements.get(measurer) is None:

@@ -32,8 +32,6 @@ from npu_device._src.verify import file_shadow
 from npu_device._src.verify.plan import DONE, LOG, PROBLEM, START, PlannedProcess
 
 SEED = 20201
-INDIVISIBLE = "the global batch size must be divisible by the number of ranks"
-"""What the error of a rank says whose batch can't be divided: that of ``shard_and_rebatch_dataset``."""
 
 _TAIL_LINES = 25
 

@@ -15,7 +15,6 @@ from typing import Any
 from npu_device._src.cluster.time_limits import OTHERS_FAIL_SECONDS, RECORDS_SECONDS
 from npu_device._src.comparison import compare
 from npu_device._src.verify.forking import (
-    INDIVISIBLE,
     SEED,
     ForkingProcess,
     are_done,
@@ -26,6 +25,7 @@ from npu_device._src.verify.forking import (
     run_script,
 )
 from npu_device._src.verify.plan import DONE, FAILED, PlannedProcess
+from npu_device._src.wording import INDIVISIBLE
 
 _MOST_TIMES_SLOWER = 10  # ranks than the single process, before they are ended
 
@@ -59,14 +59,19 @@ def _wait(running: dict[int, PlannedProcess], requested_ranks: int, single_secon
 
     Ranks may take a multiple of the seconds of the single process; 0 for no limit.
     """
+    began = time.monotonic()
     deadline = math.inf
     if single_seconds:
-        deadline = time.monotonic() + max(_MOST_TIMES_SLOWER * single_seconds, RECORDS_SECONDS)
+        deadline = began + max(_MOST_TIMES_SLOWER * single_seconds, RECORDS_SECONDS)
     while not are_done(running.values()):
-        is_late = time.monotonic() > deadline
-        # What has left no record yet is waited for until ``npurun verify`` ends everything.
-        if is_late and all(compare.exists(process.folder) for process in running.values()):
-            break
+        if time.monotonic() > deadline:
+            without_steps = [each for each in running.values() if not compare.exists(each.folder)]
+            if not without_steps:
+                break
+            # Ranks for which the user has asked are waited for until ``npurun verify`` ends everything.
+            if without_steps[0].ranks > requested_ranks:
+                _keep_failure(without_steps[0], f"made no step within {deadline - began:.0f} s")
+                break
         end = next_end(running)
         if end is None:
             continue

@@ -21,7 +21,7 @@ class EngineContext:
     """What engines need of the job. ``Job`` derives from it.
 
     Attributes:
-        store: the control channel: key-value store, gathers and barrier.
+        control: the control channel: key-value store, gathers and barrier.
         health: raises when waiting is pointless.
         peers: direct connections to the other ranks; they have to be opened.
         counts: how many transfers of each group this rank has begun and ended.
@@ -38,7 +38,7 @@ class EngineContext:
 
     def __init__(self, cluster: Cluster, channel: ControlChannel, secret: bytes) -> None:
         self.cluster = cluster
-        self.store = channel
+        self.control = channel
         self.health = Health(cluster, channel)
         self.peers = Peers(cluster, channel, self.health, secret)
         self.counts = CallCounts()

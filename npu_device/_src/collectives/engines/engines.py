@@ -284,10 +284,10 @@ _BACKGROUND_FROM_BYTES = 256 << 10
 
 
 def _ring_of(context: EngineContext, group: Group) -> MemoryRing:
-    memory, note_joined = connect(context, group, Layout(group.size).bytes)
+    memory, withdraw_offer = connect(context, group, Layout(group.size).bytes)
     check = context.health.require_running
     return MemoryRing(
-        memory, group.size, group.rank, check, FIRST_BYTE, note_joined, context.has_own_core
+        memory, group.size, group.rank, check, FIRST_BYTE, withdraw_offer, context.has_own_core
     )
 
 

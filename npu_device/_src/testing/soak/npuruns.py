@@ -48,7 +48,7 @@ class Launchers:
 
     @property
     def pids(self) -> dict[int, int]:
-        """The processes that run now, by node."""
+        """Return the processes that run now, by node."""
         return {
             node: process.pid for node, process in self._processes.items() if process.poll() is None
         }

@@ -13,6 +13,7 @@ from npu_device._src.cluster.rank_errors import ClusterError
 from npu_device._src.collectives.job import Job
 from npu_device._src.training.opening import device
 from npu_device._src.training.watching.digests import SHOWN_RANKS
+from npu_device._src.wording import INDIVISIBLE
 
 _log = logging.getLogger("npu_device")
 _SEEDS_COMPARED = 100  # most datasets whose seeds are compared
@@ -69,7 +70,7 @@ def shard_and_rebatch_dataset(dataset: Any, global_bs: Any) -> tuple[Any, Any]:
         # The advice names the multiple below, or the smallest batch that gives each rank one sample.
         below = max(batch_size // world_size, 1) * world_size
         raise ValueError(
-            f"rank {rank}: the global batch size must be divisible by the number of ranks; found {batch_size} on "
+            f"rank {rank}: {INDIVISIBLE}; found {batch_size} on "
             f"{world_size} ranks.\n"
             f"What to do: use a multiple of {world_size}, for instance {below} or {below + world_size}."
         )
@@ -119,7 +120,7 @@ class _DivisionCount:
 def _compare_shuffles(job: Job, dataset: Any) -> None:
     """Warn if a dataset is shuffled in another order on each rank. No rank waits: the last one compares."""
     seeds = compat.shuffle_seeds(dataset)
-    divided = job.made(_DivisionCount)
+    divided = job.part_or_new(_DivisionCount)
     divided.count += 1
     # Without a seed, TensorFlow draws one on each rank.
     if any(set(pair) == {0} for pair in seeds):
@@ -131,7 +132,7 @@ def _compare_shuffles(job: Job, dataset: Any) -> None:
         return
     try:
         name = f"shuffled before division {divided.count}"
-        answers = job.store.post(name, [list(pair) for pair in seeds])
+        answers = job.control.post(name, [list(pair) for pair in seeds])
     except ClusterError:
         # The next collective raises the error of a lost rank.
         return

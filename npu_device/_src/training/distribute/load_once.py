@@ -89,7 +89,7 @@ def load_once(function: Callable, *arguments: Any) -> Any:
 
 def load(world: World, function: Callable, *arguments: Any, quiet: bool = False) -> Any:
     """Load as ``load_once`` on several ranks; ``quiet`` without the line at the start."""
-    calls = world.job.made(_LoadCount)
+    calls = world.job.part_or_new(_LoadCount)
     calls.count += 1
     load_call = _LoadCall(world, calls.count)
     if load_call.is_loading_rank:
@@ -99,7 +99,7 @@ def load(world: World, function: Callable, *arguments: Any, quiet: bool = False)
         load_call.require_equal(notes)
         result = load_call.received(notes)
         # The memory has no name any more once all ranks have mapped it.
-        load_call.store.gather(load_call.key, None, LATEST_ANSWER_SECONDS)
+        load_call.control.gather(load_call.key, None, LATEST_ANSWER_SECONDS)
     finally:
         load_call.withdraw()
     load_call.delete_note()
@@ -113,7 +113,7 @@ class _LoadCall:
 
     def __init__(self, world: World, number: int) -> None:
         self.world = world
-        self.store = world.job.store
+        self.control = world.job.control
         self.key = f"load_once/{number}"
         leaders = world.job.hosts.leaders
         self.loading_ranks = sorted(set(leaders))
@@ -131,9 +131,9 @@ class _LoadCall:
         except BaseException as error:
             # The other ranks wait for the note, also after an error.
             text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-            self.store.set(key, json.dumps({"error": text.rstrip()}))
+            self.control.set(key, json.dumps({"error": text.rstrip()}))
             raise
-        self.store.set(key, json.dumps(note))
+        self.control.set(key, json.dumps(note))
 
     def _note_of(self, result: Any) -> dict[str, Any]:
         """Put a result into memory, and return the note that tells where."""
@@ -194,7 +194,7 @@ class _LoadCall:
         is_first_waiting = self.world.rank == (1 if loading_rank == 0 else 0)
         while True:
             try:
-                return self.store.get(self._key_of(loading_rank), LOAD_CHECK_SECONDS)
+                return self.control.get(self._key_of(loading_rank), LOAD_CHECK_SECONDS)
             except TimeoutError:
                 health.require_running()
             if health.has_left(loading_rank):
@@ -252,7 +252,7 @@ class _LoadCall:
     def delete_note(self) -> None:
         """Delete the note of this rank; after an error it stays, as others may not have read it yet."""
         if self.is_loading_rank:
-            self.store.delete(self._key_of(self.loading_rank))
+            self.control.delete(self._key_of(self.loading_rank))
 
     def _key_of(self, loading_rank: int) -> str:
         return f"{self.key}/{loading_rank}"

@@ -133,7 +133,7 @@ def exchange_of_layer(world: World, step: CurrentStep | None, inputs: tf.Tensor)
     # A loop of the script says by its reductions how its ranks count.
     if step is None:
         samples = tf.shape(inputs)[0]
-        return world.job.made(Loops).exchange(world, samples)
+        return world.job.part_or_new(Loops).exchange(world, samples)
     # A layer comes here if it isn't part of the replicated model, or if ``fit`` had replaced its method.
     options = ReductionOptions("sum", fusion=0)
     return exchange_of_step(step, lambda sums: step.reduce([sums], options)[0])

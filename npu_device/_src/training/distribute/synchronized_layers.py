@@ -245,17 +245,17 @@ class SynchronizedLayers:
 def find_layers(world: World) -> None:
     """Have the synchronized layers of the script normalize over these ranks."""
     if can_compare():
-        world.job.made(SynchronizedLayers).find(world.group.name)
+        world.job.part_or_new(SynchronizedLayers).find(world.group.name)
 
 
 def note_reduced(world: World, values: Any, by_samples: bool = False) -> None:
     """Note that what may be gradients is reduced in a loop; rank 0 warns of layers that normalize by one rank."""
     if not can_compare() or current_step() is not None:
         return
-    world.job.made(Loops).note_reduced(values, by_samples)
+    world.job.part_or_new(Loops).note_reduced(values, by_samples)
     # One rank is enough to warn, since the layers are the same on all ranks.
     if world.job.cluster.rank == 0:
-        world.job.made(SynchronizedLayers).note_reduced(values)
+        world.job.part_or_new(SynchronizedLayers).note_reduced(values)
 
 
 def _is_built(layer: Any) -> bool:

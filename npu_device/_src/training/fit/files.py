@@ -95,7 +95,7 @@ class Saves:
             wrote = {path: save.outcome for path, save in self._saves.items() if save.wrote}
         if wrote:
             with contextlib.suppress(ClusterError):
-                self._job.store.set(f"{_SAVE_OVER} {self._rank}", json.dumps(wrote))
+                self._job.control.set(f"{_SAVE_OVER} {self._rank}", json.dumps(wrote))
 
     def save(self, path: str, write: Callable[[], Any]) -> Any:
         """Let rank 0 write a path. Others wait for it and return None, or write where they can't see its file."""
@@ -195,7 +195,9 @@ class Saves:
                 outcomes: dict[str, _SaveOutcome] = {}
                 with contextlib.suppress(TimeoutError):
                     outcomes = json.loads(
-                        self._job.store.get(f"{_SAVE_OVER} {writer}", time_limits.SAVE_LEFT_SECONDS)
+                        self._job.control.get(
+                            f"{_SAVE_OVER} {writer}", time_limits.SAVE_LEFT_SECONDS
+                        )
                     )
                 return outcomes.get(path, (False, None))
             if time.monotonic() >= deadline:

@@ -255,7 +255,7 @@ def _checked(seed: Any) -> int:
 def _require_same_seed(running: Job, seed: int | None) -> None:
     """Compare the seeds that the ranks have passed; every rank of the job makes this call."""
     # A rank without a seed makes the call, too: a seed on some ranks only would be found much later.
-    seeds = running.store.gather("seed", seed, environment.HCCL_CONNECT_TIMEOUT.get())
+    seeds = running.control.gather("seed", seed, environment.HCCL_CONNECT_TIMEOUT.get())
     if seeds.count(seeds[0]) < len(seeds):
         lines = []
         for rank, rank_seed in enumerate(seeds):

@@ -140,7 +140,7 @@ class AppliedGradients:
         is_wrapped = reducer_of(optimizer) is not None
         unreduced = []
         if not is_wrapped:
-            unreduced = self._job.made(ReducedTensors).missing_in(step.gradients)
+            unreduced = self._job.part_or_new(ReducedTensors).missing_in(step.gradients)
         if not unreduced and watched.applied is not Applied.REDUCED:
             watched.applied = Applied.REDUCED
             self._last_word.add_optimizer(optimizer, step.variables)

@@ -88,7 +88,7 @@ class LastWord:
                 key = f"{label or self._calls}/{position}"
                 noted[id(inner)] = _Noted(key, reference, variable_name(variable))
             if not label:
-                noted[id(inner)].calls = self._job.made(ReducedTensors).calls
+                noted[id(inner)].calls = self._job.part_or_new(ReducedTensors).calls
 
     def add_if_equal(self, variables: Sequence) -> None:
         """Note variables that may be equal on all ranks now, while a function is traced."""
@@ -131,7 +131,7 @@ class LastWord:
                             compat.to_array(tf.convert_to_tensor(variable))
                         )
             answer = {"alone": not job.has_communicated, "checksums": checksums}
-            answers = job.store.post("the last word", answer)
+            answers = job.control.post("the last word", answer)
             # Only the last rank to post gets the answers of all.
             if len(answers) == job.cluster.world_size:
                 self._compare(candidates, [answers[rank] for rank in sorted(answers)])

@@ -123,7 +123,7 @@ class PostedSums:
         # Signatures come from shapes, of which a script may make any number.
         if len(self._posts) > _MOST_POSTS:
             del self._posts[next(iter(self._posts))]
-        return self._job.store.post(f"gradients: {signature}", list(posts))
+        return self._job.control.post(f"gradients: {signature}", list(posts))
 
     def _judge(self, watched: WatchedOptimizer, earlier: Post, distinct: SumsByRank) -> None:
         """Note whether the gradients were reduced, given for each rank the sums that no other rank has."""
@@ -151,7 +151,7 @@ class PostedSums:
             return
         models = min(map(len, distinct.values()))
         # The key can be set once, so that this fails on a second rank, and one of them warns.
-        self._job.store.set(f"told about {models} models of {signature}", "")
+        self._job.control.set(f"told about {models} models of {signature}", "")
         names = ""
         if unreduced:
             names = f" for {named([name for _, name in unreduced])}"
@@ -161,7 +161,7 @@ class PostedSums:
         """Return whether what an optimizer trains may be averaged for the first time much later, as in local SGD: since
         it has been made equal, nothing was reduced. If it never is, ``last_word`` names it.
         """
-        calls = self._job.made(ReducedTensors).calls
+        calls = self._job.part_or_new(ReducedTensors).calls
         calls_before = map(self._last_word.calls_before, watched.trained)
         return calls == 0 or all(number == calls for number in calls_before)
 

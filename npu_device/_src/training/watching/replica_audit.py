@@ -203,7 +203,7 @@ class Audit:
         answers = {cluster.rank: texts}
         with contextlib.suppress(ClusterError):
             members = self._world.group.ranks
-            answers = self._world.job.store.gather_from(key, texts, members, DETAILS_SECONDS)
+            answers = self._world.job.control.gather_from(key, texts, members, DETAILS_SECONDS)
         ranks = sorted(answers)
         variables = "some variables"
         texts_of_ranks = [answers[rank] for rank in ranks]
@@ -229,7 +229,7 @@ def audit_loop(world: World, variables: Sequence, pair: Callable[[], Pair | None
     """Audit, if it is time, variables whose gradients a ``tf.function`` has reduced; ``pair`` returns one of these."""
     if world.size == 1 or not can_compare():
         return
-    audits = world.job.made(_LoopAudits)
+    audits = world.job.part_or_new(_LoopAudits)
     key = tuple(map(id, variables))
     if key not in audits:
         # Functions that are made again go on with the same count. So an audit lives as long as the first variable, and

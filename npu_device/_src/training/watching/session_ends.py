@@ -98,7 +98,7 @@ class SessionEnds:
         count = job.counts.of(job.world_group).started
         name = f"graph {self._numbers[graph]} of a session after {count} collectives"
         with contextlib.suppress(ClusterError):
-            answers = job.store.post(name, checksums)
+            answers = job.control.post(name, checksums)
             # Only the last rank to post gets the answers of all.
             if len(answers) == job.cluster.world_size:
                 self._warn_if_different([answers[rank] for rank in sorted(answers)])

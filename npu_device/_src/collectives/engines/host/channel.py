@@ -1,7 +1,7 @@
 """What carries the members' values: a channel, the rounds that it runs, and the heads by which members compare a call.
 
 In a round some members publish values, and others read what they need of them: in memory all read where it lies, and
-through sockets and MPI each is sent its part. A transfer is made of rounds (``programs``), which know
+through sockets and MPI each is sent its part. A transfer is made of rounds (``transfer_rounds``), which know
 no more of a channel than what stands here.
 """
 
@@ -246,7 +246,7 @@ class Channel(Protocol):
         resumes it.
         """
 
-    def note_joined(self) -> None:
+    def withdraw_offer(self) -> None:
         """Withdraw what members needed to find each other: the first transfer has ended, and so all have come; or the
         group is destroyed.
         """

@@ -29,20 +29,20 @@ _log = logging.getLogger("npu_device")
 def detect_hosts(context: EngineContext, device: Device) -> JobHosts:
     """Find out which ranks share memory, and which devices they have. Called once on every rank, when all have met."""
     cluster = context.cluster
-    store = context.store
+    control = context.control
     wanted = _wanted(cluster.rank)
     announcement, offer = _announcement(cluster.local_rank == 0)
     key = f"memory/{cluster.hosts.index(cluster.host)}"
     if cluster.local_rank == 0:
-        store.set(key, json.dumps(announcement))
+        control.set(key, json.dumps(announcement))
         # The leader also sets its announcement if it can't share memory: the others would wait for the key.
         problem = announcement["problem"]
     else:
-        leader = json.loads(store.get(key, LATEST_ANSWER_SECONDS))
+        leader = json.loads(control.get(key, LATEST_ANSWER_SECONDS))
         problem = announcement["problem"] or _search(announcement, leader)
     # TensorFlow's context must not exist yet when its server starts (``late_ranks``).
     fact = [problem, asdict(device), compat.context_is_initialized()]
-    facts = store.gather("memory", fact, LATEST_ANSWER_SECONDS)
+    facts = control.gather("memory", fact, LATEST_ANSWER_SECONDS)
     problems, devices, late = zip(*facts)
     # Every rank has looked at the offer by now.
     if offer is not None:

@@ -1,4 +1,4 @@
-"""The transfers that Python moves: programs on arrays, behind two TensorFlow operations.
+"""The transfers that Python moves: rounds on arrays, behind two TensorFlow operations.
 
 In a tf.function each segment of a list is a start, which passes the memory of its tensors and never waits for other
 ranks, and a finish, which waits; a single transfer is one operation. Starts run in the order of the program, also in
@@ -33,7 +33,7 @@ from npu_device._src.collectives.dtypes import (
     reduced_dtype,
 )
 from npu_device._src.collectives.engines.context import EngineContext
-from npu_device._src.collectives.engines.host import programs
+from npu_device._src.collectives.engines.host import transfer_rounds
 from npu_device._src.collectives.engines.host.buffers import BufferPool
 from npu_device._src.collectives.engines.host.channel import Channel, Stream
 from npu_device._src.collectives.engines.host.queue import (
@@ -109,7 +109,7 @@ class ArrayEngine:
 
 
 class HostEngine(ArrayEngine):
-    """An engine whose programs Python runs; see ``engines.Engine``.
+    """An engine whose transfers Python runs; see ``engines.Engine``.
 
     Args:
         connect: makes the channel of a group, when its first transfer runs: a class of channels, or what prepares one.
@@ -213,10 +213,10 @@ class HostEngine(ArrayEngine):
         return received
 
     def all_gather(self, row: tf.Tensor, group: Group, terms: Terms = AGREED) -> tf.Tensor:
-        return self._rows(programs.all_gather, row, group, terms)
+        return self._rows(transfer_rounds.all_gather, row, group, terms)
 
     def all_to_all(self, rows: tf.Tensor, group: Group, terms: Terms = AGREED) -> tf.Tensor:
-        return self._rows(programs.all_to_all, rows, group, terms)
+        return self._rows(transfer_rounds.all_to_all, rows, group, terms)
 
     def _rows(self, rounds: Callable, tensor: tf.Tensor, group: Group, terms: Terms) -> tf.Tensor:
         size = group.size
@@ -234,7 +234,7 @@ class HostEngine(ArrayEngine):
 
     def exchange_terms(self, group: Group, terms: Terms) -> TensorList:
         """Compare only the terms; return a list of one tensor, which is ready once all ranks agree."""
-        meet = partial(programs.meet, is_agreed=terms.agreed)
+        meet = partial(transfer_rounds.meet, is_agreed=terms.agreed)
         prepared = (meet, [np.array(True)])
         transfer = ArrayTransfer([tf.TensorSpec([], tf.bool)], lambda arrays, buffers: prepared)
         [tensors] = self.run(group, [transfer], [[]], terms)
@@ -260,7 +260,7 @@ def _reduction(
         results: ArrayList = []
         if reads:
             flat, results = stream.results(buffers, array_dtype)
-        reduce = partial(programs.reduce, stream=stream, result=flat, dtype=array_dtype)
+        reduce = partial(transfer_rounds.reduce, stream=stream, result=flat, dtype=array_dtype)
         return partial(reduce, reduction=reduction, readers=readers), results
 
     outputs = []
@@ -287,7 +287,9 @@ def _reduction_to_owners(
         bounds = [starts[position] for position in firsts]
         # A part of a stream has the same gaps as the whole one, as each of its arrays is aligned.
         flat, results = Stream(shapes[owned], sent_dtype).results(buffers, array_dtype)
-        reduce = partial(programs.reduce_to_owners, stream=stream, bounds=bounds, result=flat)
+        reduce = partial(
+            transfer_rounds.reduce_to_owners, stream=stream, bounds=bounds, result=flat
+        )
         return partial(reduce, dtype=array_dtype, reduction=reduction), results
 
     return ArrayTransfer([tf.TensorSpec(tensor.shape, dtype) for tensor in tensors[owned]], prepare)
@@ -321,7 +323,7 @@ def _broadcast_from_owners(
                 spec = specs[position]
                 typed = flat.view(np.dtype(spec.dtype.as_numpy_dtype))
                 results.append(typed.reshape(spec.shape.as_list()))
-        return partial(programs.broadcast_from_owners, stream=stream, results=rows), results
+        return partial(transfer_rounds.broadcast_from_owners, stream=stream, results=rows), results
 
     return ArrayTransfer([specs[position] for position in order], prepare), order
 
@@ -339,13 +341,13 @@ def _broadcast(tensors: Tensors, root: int, sends: bool) -> ArrayTransfer:
         if sends:
             flats = [array.reshape(-1).view(np.uint8) for array in arrays]
             stream = Stream(sizes, np.dtype(np.uint8), flats)
-            return partial(programs.broadcast, stream=stream, result=None, root=root), []
+            return partial(transfer_rounds.broadcast, stream=stream, result=None, root=root), []
         stream = Stream(sizes, np.dtype(np.uint8))
         flat, received = stream.results(buffers, stream.dtype)
         results = []
         for array, dtype, shape in zip(received, dtypes, shapes):
             results.append(array.view(dtype).reshape(shape))
-        return partial(programs.broadcast, stream=stream, result=flat, root=root), results
+        return partial(transfer_rounds.broadcast, stream=stream, result=flat, root=root), results
 
     return ArrayTransfer([] if sends else specs, prepare)
 

@@ -140,7 +140,7 @@ class MemoryRing:
     Args:
         while_waiting: called between two slices of a long wait; raises when waiting is pointless.
         offset: where in the mapping the counters, heads and rings begin.
-        note_joined: called when the first transfer has ended, as all members have come, and when the channel closes.
+        withdraw_offer: called when the first transfer has ended, as all members have come, and when the channel closes.
         spins: look for a while before sleeping; with more ranks than cores, that takes the core from the awaited ones.
     """
 
@@ -154,7 +154,7 @@ class MemoryRing:
         rank: int,
         while_waiting: Callable[[], None],
         offset: int = 0,
-        note_joined: Callable[[], None] = lambda: None,
+        withdraw_offer: Callable[[], None] = lambda: None,
         spins: bool = False,
     ) -> None:
         layout = Layout(size)
@@ -164,7 +164,7 @@ class MemoryRing:
         self.slots = layout.slots
         self.slot_bytes = layout.slot_bytes
         self.buffers = BufferPool()
-        self.note_joined = note_joined
+        self.withdraw_offer = withdraw_offer
         self._step = 0
         self._while_waiting = while_waiting
         self._spins = spins
@@ -244,7 +244,7 @@ class MemoryRing:
 
     def close(self) -> None:
         # Once every member has mapped the memory, it needs no name: it goes with its last reader.
-        self.note_joined()
+        self.withdraw_offer()
 
     def advance(self, program: Program, wait: Wait) -> bool:
         """Run a program, which yields the counter and the number to wait for; see ``channel.Channel``."""

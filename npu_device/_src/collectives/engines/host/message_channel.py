@@ -50,7 +50,7 @@ class MessageChannel:
         """Start to receive the next message of a member: uint8, shape [n], as many as it has sent."""
         raise NotImplementedError
 
-    def note_joined(self) -> None:
+    def withdraw_offer(self) -> None:
         """Do nothing: no secret is withdrawn when all members have come."""
 
     def run(self, rounds: Rounds, head: Head | None) -> Program:

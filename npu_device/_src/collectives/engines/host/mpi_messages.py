@@ -23,7 +23,7 @@ import numpy as np
 from npu_device._src.cluster import time_limits as limits
 from npu_device._src.cluster.rank_errors import ClusterError, PeerError
 from npu_device._src.collectives.engines.context import EngineContext
-from npu_device._src.collectives.engines.host import programs
+from npu_device._src.collectives.engines.host import transfer_rounds
 from npu_device._src.collectives.engines.host.channel import Program, Stream, Wait
 from npu_device._src.collectives.engines.host.message_channel import MessageChannel
 from npu_device._src.collectives.engines.host.mpi_world import MpiWorld
@@ -173,7 +173,7 @@ def open_world(context: EngineContext, wanted: bool, on_exit: OnExit) -> Sequenc
     """Start MPI, and return for each rank why that fails; nothing if it works. Every rank calls this. Unless it is
     ``wanted``, MPI is started only if an ``mpiexec`` started the ranks. ``on_exit`` is given what ends MPI.
     """
-    gather = partial(context.store.gather, timeout=limits.LATEST_ANSWER_SECONDS)
+    gather = partial(context.control.gather, timeout=limits.LATEST_ANSWER_SECONDS)
     problems = gather("mpi/found", _problem(context, wanted))
     if not any(problems):
         problems = gather("mpi/started", _start(context, on_exit))
@@ -232,7 +232,7 @@ def _start(context: EngineContext, on_exit: OnExit) -> str:
     with contextlib.suppress(OSError):
         kernel = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         own[1] = f"{kernel} {os.readlink('/proc/self/ns/net')}"
-    announcements = context.store.gather("mpi/hosts", own, limits.LATEST_ANSWER_SECONDS)
+    announcements = context.control.gather("mpi/hosts", own, limits.LATEST_ANSWER_SECONDS)
     size = mpi.COMM_WORLD.Get_size()
     if size != context.cluster.world_size:
         return (
@@ -266,7 +266,7 @@ def _check_sum(context: EngineContext, world: MpiWorld) -> str:
         stream = Stream([numbers.shape], numbers.dtype, [numbers * (cluster.rank + 1)])
         flat, sums = stream.results(context.buffers, numbers.dtype)
         ranks = range(group.size)
-        rounds = programs.reduce(channel, stream, flat, numbers.dtype, "sum", ranks)
+        rounds = transfer_rounds.reduce(channel, stream, flat, numbers.dtype, "sum", ranks)
         channel.advance(channel.run(rounds, None), Wait.SLEEPING)
         if (sums[0] != numbers * (group.size * (group.size + 1) // 2)).any():
             wrong = f"a sum of {length} numbers is wrong in MPI ({world.library})"

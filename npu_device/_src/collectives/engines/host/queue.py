@@ -7,7 +7,7 @@ that asks for its result does the rest; a long one goes to a background thread. 
 once, and the thread of the script does all of it.
 
 How a call becomes data, from outside to inside: an engine makes an ``ArrayTransfer``; its ``prepare(arrays, buffers)``
-gives the results' memory and ``make_rounds``; ``make_rounds(channel)`` gives the ``Rounds`` (``programs``);
+gives the results' memory and ``make_rounds``; ``make_rounds(channel)`` gives the ``Rounds`` (``transfer_rounds``);
 ``channel.run(rounds, head)`` makes a ``Program`` of them, which ``channel.advance`` runs.
 """
 
@@ -190,10 +190,10 @@ class HostQueue:
                 return False
         except Mismatch:
             # All members see the mismatch in the same step, so the channel stays usable.
-            started.error = started.terms.refuse(started.position)
+            started.error = started.terms.error_for_mismatch(started.position)
         if not self._all_have_joined:
             self._all_have_joined = True
-            channel.note_joined()
+            channel.withdraw_offer()
         return True
 
     def finish(self, started: StartedTransfer) -> Finished:

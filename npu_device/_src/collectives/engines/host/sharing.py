@@ -113,11 +113,11 @@ def _offer(
     # The mark tells the other members that this one has come.
     offer.memory[_TOKEN_BYTES + group.rank] = 1
     try:
-        context.store.set(key, f"{offer.token} {offer.path}")
+        context.control.set(key, f"{offer.token} {offer.path}")
     except BaseException as error:
         withdrawal.close()
         offer.memory.close()
-        # The store refuses a key that exists: another member was first.
+        # The hub refuses a key that exists: another member was first.
         if isinstance(error, KeyError):
             return None
         raise
@@ -127,13 +127,13 @@ def _offer(
 
 def _forget(context: EngineContext, key: str) -> None:
     with contextlib.suppress(ClusterError):
-        context.store.delete(key)
+        context.control.delete(key)
 
 
 def _join(context: EngineContext, group: Group, key: str, size: int) -> mmap.mmap | None:
     """Map the memory that another member has made, unless it belongs to an earlier group of this name."""
     try:
-        token, path = context.store.get(key, MEMORY_RETRY_SECONDS).split(" ", 1)
+        token, path = context.control.get(key, MEMORY_RETRY_SECONDS).split(" ", 1)
         memory = attach(path, FIRST_BYTE + size, token)
     except (TimeoutError, ValueError):
         return None

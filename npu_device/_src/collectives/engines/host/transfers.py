@@ -143,7 +143,7 @@ class PairQueue:
             # Why the other rank has gone explains more than the error of the socket.
             self._context.peers.raise_for(self._rank, str(error))
         if not agrees:
-            raise transfer.terms.refuse(transfer.position)
+            raise transfer.terms.error_for_mismatch(transfer.position)
 
     def _send(self, transfer: PairTransfer) -> bool:
         """Send; return whether the other rank expected that."""

@@ -1,4 +1,4 @@
-"""The programs of the shared-memory backend on real rings, whose members are threads of this process."""
+"""The rounds of the shared-memory engine on real rings, whose members are threads of this process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import tensorflow as tf
 from npu_device._src.collectives.call import Terms
 from npu_device._src.collectives.call_count import CallCount
 from npu_device._src.collectives.dtypes import FOLDS
-from npu_device._src.collectives.engines.host import programs
+from npu_device._src.collectives.engines.host import transfer_rounds
 from npu_device._src.collectives.engines.host.buffers import ALIGNMENT, BufferPool
 from npu_device._src.collectives.engines.host.channel import Stream
 from npu_device._src.collectives.engines.host.memory_ring import Layout, MemoryRing, has_counters
@@ -58,7 +58,9 @@ def started(
 
 
 def summed(channel: MemoryRing, stream: Stream, result: np.ndarray, reduction: str) -> Any:
-    return programs.reduce(channel, stream, result, result.dtype, reduction, range(channel.size))
+    return transfer_rounds.reduce(
+        channel, stream, result, result.dtype, reduction, range(channel.size)
+    )
 
 
 def reduced(
@@ -93,7 +95,7 @@ def lengths(size: int, item: int, wire: int) -> list[int]:
     """Both sides of what is shared, of a slot of either dtype, and of a block of shared slots."""
     slot = Layout(size).slot_bytes
     edges = {
-        programs._SCATTER_FROM_BYTES // wire,
+        transfer_rounds._SCATTER_FROM_BYTES // wire,
         slot // wire,
         slot // item,
         8 * slot // max(item, wire),
