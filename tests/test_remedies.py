@@ -607,6 +607,7 @@ _SHUFFLED = "dataset = dataset.shuffle(48, seed=1)\n" + _DATA
 _ALONE = test_verify.WRONG["normalized alone"]["model"].replace("(synchronized=True)", "()")
 _COMPARED = test_verify.WRONG["unknown"]["loss"]
 LOOPS: dict[str, list[str]] = {
+    "other variables": [_loop("other variables", reduce=_REDUCED)],
     "adapt saw part of the data": [_loop("adapt saw part of the data", data=_ADAPT + _DATA)],
     "shuffle seed differs per rank": [_loop("shuffle seed differs per rank", data=_SHUFFLED)],
     "different starts": [

@@ -141,6 +141,12 @@ WRONG: dict[str, dict[str, str]] = {
         "reduce": "gradients, _ = tf.clip_by_global_norm(gradients, 1e6)\n    "
         'gradients = npu.distribute.all_reduce(gradients, compression="bf16")',
     },
+    "other variables, of rank 1": {
+        "reduce": "gradients = npu.distribute.all_reduce(gradients)[: 2 if rank else 4]"
+    },
+    "other variables": {
+        "reduce": RIGHT["reduce"] + "\n    if size > 1:\n        gradients = gradients[:2]"
+    },
 }
 SAID = {
     "global batch size": "compute_average_loss",
@@ -386,6 +392,21 @@ def test_causes_in_scripts_of_horovod(name: str, tmp_path: Path) -> None:
     assert verdict.code == (1 if cause else 0)
     assert any("compared with each other only" in note for note in verdict.notes)
     assert any("all ranks read the same samples" in note for note in verdict.notes) == bool(cause)
+
+
+def test_ranks_with_other_variables_have_no_average() -> None:
+    ranks = []
+    for trained in (2, 1):
+        gradients = np.ones([trained, compare.PROJECTIONS])
+        step = compare.RecordedStep(
+            "o", 1, "O", ["a", "b"], gradients, np.ones([2, compare.PROJECTIONS])
+        )
+        step.tape_gradients[trained] = gradients
+        ranks.append(compare.Record([step], by_horovod=True))
+    average = compare.average_of(ranks)
+    cause, text = causes.cause_of(ComparedRun(average, average, ranks))
+    assert cause == "other variables"
+    assert "in step 1, rank 0 trains 2, and rank 1 1; b" in text
 
 
 def test_rounding_shows_in_a_few_updates_only() -> None:

@@ -67,6 +67,11 @@ class RecordedStep:
         """Return the number of variables that are trained."""
         return len(self.gradients)
 
+    @property
+    def trained_names(self) -> Sequence[str]:
+        """Return the names of the variables that are trained."""
+        return self.names[: self.trained]
+
 
 @dataclass(frozen=True)
 class RecordedCall:
@@ -164,8 +169,10 @@ def average_of(ranks: Sequence[Record]) -> Record:
         computed = [step.tape_gradients.get(step.trained) for step in steps_of_ranks]
         gradients = [array for array in computed if array is not None]
         average = step.gradients
-        # If a rank has computed none, it has taken its gradients from somewhere else.
-        if len(gradients) == len(steps_of_ranks):
+        shapes = {array.shape for array in gradients}
+        # If a rank has computed none, it has taken its gradients from somewhere else. If it trains more variables, or
+        # fewer, there is no average.
+        if len(gradients) == len(steps_of_ranks) and len(shapes) == 1:
             average = np.mean(gradients, axis=0)
         steps.append(replace(step, gradients=average, rows=union(steps_of_ranks)))
     last_bit = ranks[0].last_bit
@@ -220,7 +227,7 @@ def compare(single: Record, perturbed: Record, rank: Record) -> list[Deviation]:
         gradients = Triple(*(recorded.gradients for recorded in steps))
         changes = _changes(gradients)
         allowed = tolerance + _rounding_of_most(changes, tolerance)
-        deviations += _deviations(number, GRADIENT, step.names[:trained], gradients, allowed)
+        deviations += _deviations(number, GRADIENT, step.trained_names, gradients, allowed)
         updates = Triple(*(record.update(number - 1) for record in records))
         deviations += _deviations_of_updates(number, step, updates, changes, tolerance)
         states = Triple(*(recorded.weights[trained:] for recorded in steps))
@@ -240,7 +247,7 @@ def _deviations_of_updates(
     tolerances += _rounding_of_most(_changes(updates), tolerance)
     # An update is what is left when rounded weights are subtracted.
     absolute = _ROUNDINGS * np.linalg.norm(step.weights[: step.trained], axis=1)
-    return _deviations(number, UPDATE, step.names[: step.trained], updates, tolerances, absolute)
+    return _deviations(number, UPDATE, step.trained_names, updates, tolerances, absolute)
 
 
 def _deviations(
@@ -256,7 +263,8 @@ def _deviations(
     ``tolerance`` is relative to the norm; an array of tolerances has a number for each variable.
     """
     # Arrays of different shapes can't be compared: an update shows only if another step follows, which not all of the
-    # three may have, and ranks may have made different variables.
+    # three may have, and ranks may have variables that aren't trained of their own. ``ComparedRun`` looks at the number
+    # of those that are.
     if len({array.shape for array in arrays}) > 1:
         return []
     floor = _TOLERANCE * float(np.nanmax(np.abs(arrays.single), initial=0))

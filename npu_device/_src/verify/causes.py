@@ -35,6 +35,23 @@ def no_call(run: ComparedRun) -> Where:
     return ""
 
 
+def other_variables(run: ComparedRun) -> Where:
+    """Return which variables only some processes train, in the first step in which their numbers differ."""
+    for step in run.steps:
+        rank = step.rank_with_other_variables()
+        if rank is None:
+            continue
+        reference = "one process"
+        # With Horovod's names, rank 0 stands for one process.
+        if run.single.by_horovod:
+            reference = "rank 0"
+        counts = (
+            f"{reference} trains {step.single.trained}, and rank {rank} {step.ranks[rank].trained}"
+        )
+        return f"in step {step.number}, {counts}; {first_names(step.variables_beside(rank))}"
+    return None
+
+
 def adapted_to_a_part(run: ComparedRun) -> Where:
     """Return the call of ``adapt`` that has seen different data in one process or on a rank."""
     return _call_with_different_outcomes(topics.ADAPTED, [run.single, *run.ranks])
@@ -250,6 +267,7 @@ def _call_with_different_outcomes(topic: str, records: Sequence[Record]) -> str 
 
 CAUSES: tuple[tuple[str, Cause], ...] = (
     (NO_CALL, no_call),
+    ("other variables", other_variables),
     ("adapt saw part of the data", adapted_to_a_part),
     ("shuffle seed differs per rank", divided_without_seed),
     ("shuffle seed differs per rank", different_seeds),
@@ -282,6 +300,7 @@ those that name a line, or explain the deviations that others look at, come firs
 """
 
 CAUSES_WITH_HOROVOD: tuple[tuple[str, Cause], ...] = (
+    ("other variables", other_variables),
     ("Horovod: not reduced", horovod_not_reduced),
     ("Horovod: different variables", horovod_different_variables),
     ("Horovod: not the average", different_gradients),

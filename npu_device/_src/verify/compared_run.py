@@ -45,11 +45,23 @@ class ComparedStep:
         arrays = [getattr(step, attribute)[: step.trained] for step in self.ranks]
         return not all(compare.equal(array, arrays[0]) for array in arrays[1:])
 
+    def rank_with_other_variables(self) -> int | None:
+        """Return the first rank that trains more variables than one process, or fewer; None if no rank does."""
+        for rank, step in enumerate(self.ranks):
+            if step.trained != self.single.trained:
+                return rank
+        return None
+
+    def variables_beside(self, rank: int) -> list[str]:
+        """Return the variables that one process trains and a rank doesn't, or that only the rank trains."""
+        names = dict.fromkeys([*self.single.trained_names, *self.ranks[rank].trained_names])
+        common = {*self.single.trained_names} & {*self.ranks[rank].trained_names}
+        return [name for name in names if name not in common]
+
     def moved_variables(self) -> list[str]:
         """Return the trained variables that rank 0 has with other values than one process before the step."""
         # Rank 0 stands for all, as differences between ranks have causes of their own.
-        trained = self.single.names[: self.single.trained]
-        weights = zip(trained, self.single.weights, self.ranks[0].weights)
+        weights = zip(self.single.trained_names, self.single.weights, self.ranks[0].weights)
         return [name for name, alone, on_rank in weights if not compare.equal(alone, on_rank)]
 
     def trial_of_log(self, name: str) -> Trial:
@@ -87,6 +99,12 @@ class ComparedRun:
             self.deviations += [
                 deviation for deviation in deviations if deviation.quantity == STATE
             ]
+        for step in self.steps:
+            rank_apart = step.rank_with_other_variables()
+            # The tensors of such a step can't be compared.
+            if rank_apart is not None:
+                names = first_names(step.variables_beside(rank_apart))
+                self.deviations.append(Deviation(step.number, GRADIENT, names, None, 1.0, 0.0))
         # The first step whose gradients or updates deviate is the one to explain: later ones follow from it. Other
         # variables don't count: a step may add up the ranks' parts of them at its end.
         deviating = [deviation.step for deviation in self.deviations if deviation.quantity != STATE]
