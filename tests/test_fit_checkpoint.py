@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import fit_checkpoint_bodies as bodies
@@ -82,14 +83,18 @@ def test_steps_per_execution_another_order_and_other_fits(two_ranks: Pool, tmp_p
 
 
 def test_a_killed_rank_and_a_preemption_under_npurun(tmp_path: Path) -> None:
-    """The job ends with the second, and goes on to the same bits when it is started again."""
+    """The job ends with the second, and goes on to the same bits when it is started again. Ranks have a shell around
+    them, which a signal would end at once.
+    """
     command = [bodies.__file__, str(tmp_path)]
     restarts = ("--max-restarts", "1", "--restart-backoff", "0.1")
-    done = npurun("-n", "2", *restarts, *command, "interrupted", limit=120)
+    wrapper = ("sh", "-c", f'{sys.executable} "$0" "$@"; exit $?')
+    done = npurun("-n", "2", *restarts, *wrapper, *command, "interrupted", limit=120)
     told = done.stderr.decode()
     assert done.returncode == 75 and re.search(
-        r"restart 1 of 1 .*rank 1 on host .*killed by SIGKILL", told
+        r"restart 1 of 1 .*rank 1 on host .*exit code 137", told
     ), told
+    assert "SIGTERM: asking 2 ranks to stop" in told
     assert re.search(r"stopped on request at step \d+, resumable", told), told
     assert "Traceback" not in told.partition("restart 1 of 1")[2]
     again = job.finish(job.start_command(tmp_path, 2, [*command, "whole"]), 120)

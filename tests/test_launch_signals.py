@@ -7,7 +7,9 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -52,9 +54,10 @@ SCRIPT = """
 
 
 def running(
-    tmp_path: Path, mode: str, *options: str, **variables: str
+    tmp_path: Path, mode: str, *options: str, wrapper: Sequence[str] = (), **variables: str
 ) -> tuple[subprocess.Popen[bytes], list[int]]:
-    launch = start("-n", "2", *options, script(tmp_path, SCRIPT), str(tmp_path), mode, **variables)
+    command = [*wrapper, script(tmp_path, SCRIPT), str(tmp_path), mode]
+    launch = start("-n", "2", *options, *command, **variables)
     return launch, wait_for_files(tmp_path, "*.pid", 4)
 
 
@@ -164,6 +167,25 @@ def test_ranks_end_their_step_and_npurun_ends_with_75(
         b"" if to_ranks else f"npurun: {name}: asking 2 ranks to stop within 25 s".encode()
     )
     assert asking.count(b"\n") == (0 if to_ranks else 1)
+    wait_until(lambda: left(pids) == [])
+
+
+# Each becomes the process of the rank, under a name that isn't this Python's.
+WRAPPERS = {
+    "another name": ["interpreter"],
+    "env": ["env", sys.executable],
+    "shell": ["sh", "-c", f'cd . && exec {sys.executable} "$0" "$@"'],
+}
+
+
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_a_wrapped_python_keeps_its_children_for_the_last_step(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "interpreter").symlink_to(os.path.realpath(sys.executable))
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    launch, pids = running(tmp_path, "step", wrapper=WRAPPERS[kind], PATH=path)
+    launch.send_signal(signal.SIGTERM)
+    _, err = launch.communicate(timeout=60)
+    assert launch.returncode == 75, err.decode()
     wait_until(lambda: left(pids) == [])
 
 

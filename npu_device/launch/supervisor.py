@@ -7,7 +7,6 @@ import enum
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, BinaryIO, Callable
 
 from npu_device._src.cluster.rank_errors import RESUMABLE
@@ -25,6 +25,7 @@ from npu_device._src.cluster.time_limits import (
     SAME_SIGNAL_SECONDS,
     SWEEP_SECONDS,
 )
+from npu_device._src.environment import NPU_DEVICE_ERROR_FILE, opened_mark
 from npu_device._src.wording import counted
 from npu_device.launch.events import Exit, handle_next
 from npu_device.launch.node_protocol import NodePreempted, RankFailed, StopOrder
@@ -45,8 +46,11 @@ class RankProcess:
     ) -> None:
         self.rank = rank
         self.exit: Exit | None = None
+        # Its children have not got the signal that asked it to stop.
+        self.has_spared_children = False
         self._gone = False
         self._launch = launch
+        self._opened_mark = opened_mark(environment[NPU_DEVICE_ERROR_FILE.name])
         self._log: BinaryIO | None = None
         console: Console | None = launch.console
         if log_file is not None:
@@ -73,16 +77,36 @@ class RankProcess:
         self._watcher.start()
 
     def send(self, number: int, spares_children: bool = False) -> None:
-        """Send a signal to the process and, unless ``spares_children``, to its children in the same process group."""
+        """Send a signal to the process group: to all, or with ``spares_children`` to the training process alone, if
+        that is known.
+        """
         # Another process may have the number by now.
         if self._gone:
             return
+        training_process = self._training_process() if spares_children else None
+        self.has_spared_children = training_process is not None
         # A PermissionError tells that the rest of the group runs as another user (sudo in the script).
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            if spares_children:
-                os.kill(self.pid, number)
+            if training_process is not None:
+                os.kill(training_process, number)
             else:
                 os.killpg(self.pid, number)
+
+    def _training_process(self) -> int | None:
+        """Return the number of the process that opened npu_device, or of the rank if it is Python; None for another
+        program: a wrapper may not pass signals on.
+        """
+        with contextlib.suppress(OSError, ValueError):
+            pid = int(Path(self._opened_mark).read_text())
+            # A container numbers its processes anew, and the number may be another process here.
+            if os.getpgid(pid) == self.pid:
+                return pid
+        with contextlib.suppress(OSError):
+            # Asked of the kernel, since env, a shell's exec or a script's first line become Python.
+            program = os.path.basename(os.readlink(f"/proc/{self.pid}/exe"))
+            if program.startswith("python"):
+                return self.pid
+        return None
 
     def reap(self) -> bool:
         """Release the ended process. Return True while children of it are left in its group."""
@@ -148,7 +172,6 @@ class Supervisor:
     asked_at: float | None = None  # when the ranks were asked to stop, in seconds since the epoch
     _stage: _Stage = _Stage.RUNNING
     _deadline: float | None = None
-    _spared_children: bool = False
     _named_late_ranks: bool = False
     # A console whose reader is stopped must not hold up the supervisor. One thread keeps the order of the messages.
     _speaker: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1))
@@ -167,10 +190,13 @@ class Supervisor:
             self._look_at_ended()
         # Ranks that ended may have left children, such as readers of data.
         families = [process for process in self._processes if process.exit and process.reap()]
-        spares_children = self._spared_children and self._stage is _Stage.ASKED
-        if families and (self._stage < _Stage.ASKED or spares_children):
-            self._spared_children = False
-            self._ask(signal.SIGTERM, families, self._launch.options.grace)
+        unasked: list[RankProcess] = []
+        if self._stage < _Stage.ASKED:
+            unasked = families
+        elif self._stage is _Stage.ASKED:
+            unasked = [process for process in families if process.has_spared_children]
+        if unasked:
+            self._ask(signal.SIGTERM, unasked, self._launch.options.grace)
         while families and self._stage < _Stage.GIVEN_UP:
             self._wait(time.monotonic() + SWEEP_SECONDS)
             families = [process for process in families if process.reap()]
@@ -250,10 +276,8 @@ class Supervisor:
             self._say(
                 f"{name}: asking {ranks} to stop within {seconds:g} s; a second signal kills them at once"
             )
-            # A rank that still has to finish its step needs its children, such as those that read data. A program that
-            # isn't Python is the wrapper of one, and may not pass the signal on.
-            self._spared_children = is_request and self._launch.options.command[0] == sys.executable
-            self._ask(number, self._processes, seconds)
+            # A rank that still has to finish its step needs its children, such as those that read data.
+            self._ask(number, self._processes, seconds, spares_children=is_request)
         elif self.asked_at is not None and time.time() - self.asked_at > SAME_SIGNAL_SECONDS:
             self._kill()
 
@@ -269,12 +293,18 @@ class Supervisor:
                     f"rank {process.rank} (process {process.pid}) can't be killed: it is stuck in the kernel"
                 )
 
-    def _ask(self, number: int, processes: Sequence[RankProcess], seconds: float) -> None:
+    def _ask(
+        self,
+        number: int,
+        processes: Sequence[RankProcess],
+        seconds: float,
+        spares_children: bool = False,
+    ) -> None:
         self._enter(_Stage.ASKED, seconds)
         # The first time is kept: what ended before it has ended by itself.
         self.asked_at = self.asked_at or time.time()
         for process in processes:
-            process.send(number, self._spared_children)
+            process.send(number, spares_children)
 
     def _kill(self) -> None:
         self._enter(_Stage.KILLED, KILL_SECONDS)

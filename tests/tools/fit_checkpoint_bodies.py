@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from rank_comparison import same_bits
 
 import npu_device as npu
 from npu_device._src import compat
+from npu_device._src.cluster.roster import parent_and_start
 from npu_device.distribute import hccl
 
 EPOCHS, SAMPLES, BATCH = 3, 26, 6
@@ -239,17 +241,34 @@ def body_others(directory: str) -> dict[str, Any]:
     return {"whole": whole, "parts": parts, "there": there, "told": told, "errors": errors}
 
 
+def kill_this_process() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def ask_npurun_to_stop() -> None:
+    """Return when this rank has been asked in turn."""
+    handler = signal.getsignal(signal.SIGTERM)
+    got: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: got.append(number))
+    # npurun has started the first process of this process group.
+    os.kill(parent_and_start(os.getpgid(0))[0], signal.SIGTERM)
+    while not got:
+        time.sleep(0.01)
+    signal.signal(signal.SIGTERM, handler)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 def main() -> None:
-    """Train; with "interrupted", rank 1 is killed in step 8, and asked to stop in the first step after the restart.
+    """Train; with "interrupted", rank 1 is killed in step 8, and npurun asked to stop in the first step after that.
 
     Whoever comes to the end compares with a training that nothing interrupts.
     """
     directory, how = sys.argv[1:]
     npu.open().as_default()
     again = int(os.environ.get("NPU_DEVICE_RESTART_COUNT", "0"))
-    after, number = (1, signal.SIGTERM) if again else (8, signal.SIGKILL)
+    after, action = (1, ask_npurun_to_stop) if again else (8, kill_this_process)
     is_hit = how == "interrupted" and npu.distribute.rank() == 1
-    watch = Watch(after if is_hit else 0, lambda: os.kill(os.getpid(), number))
+    watch = Watch(after if is_hit else 0, action)
     parts = fit(f"{directory}/parts", "repeated", watch=watch, every=3)
     whole = fit(f"{directory}/whole", "repeated", preemption=False)
     assert parts["not_kept"] == () and list(parts["logs"]) in ([1, 2], [2]), parts["logs"]

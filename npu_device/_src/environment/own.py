@@ -245,5 +245,5 @@ NPU_DEVICE_TIME_LIMITS = Variable(
 
 
 def opened_mark(error_file: str) -> str:
-    """Return the path beside the error file of a rank that tells the launcher that the rank has opened npu_device."""
+    """Return the path beside the error file of a rank that tells the launcher which process has opened npu_device."""
     return f"{error_file}.opened"

@@ -198,10 +198,10 @@ def _join(membership: Membership, seed: int | None) -> Cluster:
     except (ClusterError, TimeoutError) as error:
         raise type(error)(f"Failed open npu device {membership.device_id}: {error}") from error
     path = environment.NPU_DEVICE_ERROR_FILE.get()
-    # The launcher reads the file.
+    # The launcher reads the file, to send this process what a wrapper may not pass on.
     if path is not None:
         with contextlib.suppress(OSError):
-            Path(environment.opened_mark(path)).touch()
+            Path(environment.opened_mark(path)).write_text(str(os.getpid()))
     return cluster
 
 
