@@ -142,6 +142,52 @@ def test_an_ignored_signal_stays_ignored(tmp_path: Path) -> None:
     assert left(pids) == []
 
 
+# verify and speed become several processes when the script asks for its rank.
+ASKS_FOR_ITS_RANK = """
+    import os, time
+    os.environ.get("RANK_ID")
+    time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize(
+    ("tool", "number", "code"),
+    [("verify", signal.SIGHUP, 129), ("verify", signal.SIGKILL, -9), ("speed", signal.SIGKILL, -9)],
+)
+def test_the_end_of_verify_and_speed_is_the_end_of_the_script(
+    tool: str, number: int, code: int, tmp_path: Path
+) -> None:
+    directory = tmp_path / "temporary"
+    directory.mkdir()
+    # As nohup does, where the launcher isn't meant to hear of it.
+    previous = signal.getsignal(signal.SIGHUP)
+    if number == signal.SIGKILL:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        command = (tool, "-n", "2", script(tmp_path, ASKS_FOR_ITS_RANK))
+        launch = start(*command, TMPDIR=str(directory))
+    finally:
+        signal.signal(signal.SIGHUP, previous)
+
+    def of_the_script() -> list[int]:
+        children = leaks.children_of(launch.pid)
+        first = [pid for pid, command in children.items() if "script.py" in command]
+        return first + [pid for parent in first for pid in leaks.children_of(parent)]
+
+    # One process and its twin, or one process, and the first one.
+    wait_until(lambda: len(of_the_script()) == (3 if tool == "verify" else 2))
+    pids = [*of_the_script(), *leaks.children_of(launch.pid)]
+    if number == signal.SIGKILL:
+        launch.send_signal(signal.SIGHUP)
+        time.sleep(0.3)
+        assert launch.poll() is None and set(left(pids)) == set(pids)
+    launch.send_signal(number)
+    launch.communicate(timeout=20)
+    assert launch.returncode == code
+    wait_until(lambda: left(pids) == [])
+    wait_until(lambda: list(directory.iterdir()) == [])
+
+
 # A request to stop
 
 

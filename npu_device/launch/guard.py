@@ -21,11 +21,14 @@ class RankGuard:
     memory, which only ranks that are killed leave.
     """
 
-    def __init__(self, directory: str, folder: os.PathLike[str]) -> None:
+    def __init__(
+        self, directory: str | os.PathLike[str] | None, folder: os.PathLike[str] | None = None
+    ) -> None:
         self._folder = folder
+        folders = [path for path in (directory, folder) if path is not None]
         # Started with -I and -S: nothing of the user's site-packages or variables can delay or break the guard.
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__, directory, folder],
+            [sys.executable, "-I", "-S", __file__, *folders],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -39,7 +42,8 @@ class RankGuard:
     def __exit__(self, *_: object) -> None:
         self.tell(_DONE)
         self._process.communicate()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def tell(self, word: object) -> None:
         """Register a process group, or minus the number of one that has ended: its number may be reused."""

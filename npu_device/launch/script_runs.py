@@ -20,6 +20,7 @@ from npu_device._src.horovod import modules
 from npu_device._src.machine.free_memory import usable_memory
 from npu_device._src.verify.file_shadow import COVERED
 from npu_device._src.verify.plan import PROBLEM
+from npu_device.launch.guard import RankGuard
 
 RANK_BYTES = 2 << 30  # memory of a rank with TensorFlow and a small model
 _FOR_RANKS = {
@@ -71,8 +72,11 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace, most_ran
         parser.error(
             f"{most_ranks} ranks need more memory than the {memory >> 30} GiB of this machine or container"
         )
-    # Leaving by an exception ends the processes of the script.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        # nohup asks to ignore the end of the terminal.
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            # Leaving by an exception ends the processes of the script.
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
 
 
 def say(command: str, text: str) -> None:
@@ -99,19 +103,23 @@ def run(
     directory = Path(settings["directory"])
     directory.mkdir(parents=True, exist_ok=True)
     words = [json.dumps(settings), options.script, *options.arguments]
-    process = subprocess.Popen(
-        [sys.executable, "-u", "-m", runner, *words],
-        env=variables,
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    try:
-        code = process.wait(seconds)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            # The whole group, with all processes that it has forked.
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    # What the user asks to keep stays, whatever ends this process.
+    removed = None if getattr(options, "keep", None) else directory
+    with RankGuard(removed) as guard:
+        process = subprocess.Popen(
+            [sys.executable, "-u", "-m", runner, *words],
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        guard.tell(process.pid)
+        try:
+            code = process.wait(seconds)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                # The whole group, with all processes that it has forked.
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
     problem = directory / PROBLEM
     if problem.exists():
         return problem.read_text()

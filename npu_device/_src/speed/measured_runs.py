@@ -240,8 +240,9 @@ class _SpeedProcess(ForkingProcess):
         self._measured.save(Path(self.current.directory))
 
     def _say(self, text: str) -> None:
-        # The console is for progress, while the script's own output goes to a file.
-        os.write(self._console, f"npurun speed: {text}\n".encode())
+        # The console is for progress, while the script's own output goes to a file. It may be closed by now.
+        with contextlib.suppress(OSError):
+            os.write(self._console, f"npurun speed: {text}\n".encode())
 
     def recorder(self) -> Any:
         from npu_device._src.speed.step_clock import StepClock
