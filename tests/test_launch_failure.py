@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
 import time
 from pathlib import Path
 
 import pytest
-from launcher import is_running, npurun, script, wait_for_files
+from launcher import LIMIT, is_running, npurun, script, start, wait_for_files
 
 pytestmark = pytest.mark.xdist_group("waiting")
 
@@ -280,6 +281,22 @@ def test_nothing_is_left_running(tmp_path: Path) -> None:
     assert "rank 0: stopped by npurun, killed by SIGKILL" in stderr
     pids = wait_for_files(tmp_path, "*.pid", 6)
     assert [pid for pid in pids if is_running(pid)] == []
+
+
+AS_FIRST_PROCESS = ("unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc")
+
+
+def test_the_first_process_of_a_container_takes_orphans(tmp_path: Path) -> None:
+    """They stay zombies in the process group of the rank until npurun waits for them."""
+    trial = subprocess.run([*AS_FIRST_PROCESS, "true"], check=False, capture_output=True)
+    if trial.returncode:
+        pytest.skip(f"needs namespaces of the kernel: {trial.stderr.decode()}")
+    began = time.monotonic()
+    command = ("--grace", "10", "sh", "-c", "sleep 100 & exit 3")
+    launch = start(*command, on=lambda words: [*AS_FIRST_PROCESS, *words])
+    launch.communicate(timeout=LIMIT)
+    assert launch.returncode == 3
+    assert time.monotonic() - began < 10  # the grace period
 
 
 def test_a_rank_that_cannot_be_started_stops_the_others(tmp_path: Path) -> None:

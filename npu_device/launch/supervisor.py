@@ -113,6 +113,11 @@ class RankProcess:
         # Waited for first, since the watcher looks at the zombie, which ``wait`` below removes.
         self._watcher.join()
         self._popen.wait()
+        # Orphans that end stay in the group until their new parent waits for them: the first process of a container,
+        # which may be this one.
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-self.pid, os.WNOHANG)[0]:
+                pass
         # Signal 0 only asks whether the group still has members.
         try:
             os.killpg(self.pid, 0)
