@@ -170,12 +170,14 @@ def test_a_full_disk_leaves_the_latest_checkpoint_as_it_was(
     results = two_ranks.run(bodies.body_full_disk, str(tmp_path))
     for result in results:
         assert result["latest"] == 1
-        own, manifest, notes, other = result["errors"]
+        own, manifest, notes, other, name = result["errors"]
+        assert "could not be completed" in name
+        assert result["again"] == ["latest.json", "step-00000001"]
         assert "the checkpoint of step 2 could not be written" in own and "rank 1 on host" in own
         assert "could not be completed" in manifest and "must be values for JSON" in notes
         assert "another job writes checkpoints there: it has named step 3 the latest" in other
     assert results[0]["there"] == ["latest.json", "step-00000001"]
-    assert results[0]["end"] == ["latest.json", "step-00000001", "step-00000003"]
+    assert results[0]["end"] == ["again", "latest.json", "step-00000001", "step-00000003"]
     goes_on, progress = results[0]["warnings"]
     assert "Training goes on" in goes_on and "npurun can't be told" in progress
 

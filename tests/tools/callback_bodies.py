@@ -74,7 +74,7 @@ def fit(place: Path, copies: Any = None, last: bool = True) -> dict[str, Any]:
     checkpoint = npu.train.FitCheckpoint(place, every=3, preemption=False)
     named.insert(len(named) * last, checkpoint)
     if copies is not None:
-        named.append(copies)
+        named += [copies, FailedSave(checkpoint, step=10)]
     data = bodies.make_data("dataset", 3)
     history = model.fit(**data, epochs=EPOCHS, verbose=0, callbacks=named)
     state = compat.optimizer_variables(model.optimizer, model.weights)
@@ -126,8 +126,33 @@ class Copies(tf.keras.callbacks.Callback):
             npu.distribute.barrier()
 
 
+class FailedSave(tf.keras.callbacks.Callback):
+    """Let the checkpoint of a step fail: a file is in the place of the folder in which it is written."""
+
+    def __init__(self, checkpoint: Any, step: int) -> None:
+        super().__init__()
+        self._checkpoint = checkpoint
+        self._failing = step
+        self._steps = 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._steps += 1
+        partial = self._checkpoint._job._storage.partial(self._failing)
+        if self._steps == self._failing - 1 and npu.distribute.is_main():
+            partial.touch()
+        # The state after an epoch is saved when the next step begins.
+        if self._steps == self._failing + 1:
+            assert self._checkpoint._callbacks.arrays == [], "weights are kept after a failed save"
+            if npu.distribute.is_main():
+                assert not any(partial.parent.glob("step-*10")), "it has not failed"
+                partial.unlink()
+
+
 def body(directory: str, *resumed: str) -> dict[str, Any]:
-    """Train without a break, and with one within the third epoch, with one after it, or once more when it has ended."""
+    """Train without a break, and with one within the third epoch, with one after it, or once more when it has ended.
+
+    The checkpoint before the one within the third epoch fails.
+    """
     place = bodies.fresh(directory)
     copies = Copies(place, {13: "within", 16: "between"})
     results = {"whole": fit(place / "whole", copies)}

@@ -143,7 +143,9 @@ def body_forgotten(directory: str) -> str:
 
 
 def body_full_disk(directory: str) -> dict[str, Any]:
-    """Save; on a full disk of one rank, and for the manifest; with bad notes; without npurun's file; in another job."""
+    """Save; on a full disk of one rank, for the manifest, and for the name; with bad notes; without npurun's file; in
+    another job.
+    """
     large, count = tf.Variable(tf.zeros([500_000])), tf.Variable(0)
     things = {"preemption": False, "per_rank": {"large": large}, "count": count}
     checkpoint = npu.train.JobCheckpoint(directory, every=1, **things)
@@ -163,12 +165,24 @@ def body_full_disk(directory: str) -> dict[str, Any]:
         with settings(NPU_DEVICE_PROGRESS_FILE=f"{directory}/not/there"):
             checkpoint.step_done(3)
         errors.append(error_of(other.save, 4))
+        name = Path(directory, "again", ".latest.json.part")
+        again = npu.train.JobCheckpoint(name.parent, **things)
+        npu.distribute.barrier()
+        if npu.distribute.is_main():
+            # Where a file is to be written.
+            name.mkdir(parents=True)
+        errors.append(error_of(again.save, 1))
+        if npu.distribute.is_main():
+            name.rmdir()
+        again.save(1)
+        saved_again = sorted(os.listdir(name.parent))
     return {
         "warnings": texts,
         "errors": errors,
         "there": there,
         "latest": latest,
         "end": sorted(os.listdir(directory)),
+        "again": saved_again,
     }
 
 

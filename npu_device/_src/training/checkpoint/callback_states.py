@@ -65,6 +65,8 @@ class CallbackStates:
 
     def collect(self) -> str:
         """Return what the callbacks remember, as text; the best weights go to ``arrays`` until they are saved."""
+        # A save that has failed may have left its weights.
+        self.arrays.clear()
         states = {}
         for name, callback in self._callbacks.items():
             state = _state_of(callback)

@@ -220,6 +220,8 @@ class JobCheckpoint:
         world, storage = self._prepare()
         self._own_state.collect()
         differing = self._compare(world, storage, step)
+        # What this job leaves from here on is no obstacle to its next save.
+        self._last_step = self._last_step or 0
         parts = {} if world is None else self._shared.parts()
         means = means_of([*parts.values()])
         partial = storage.partial(step)
@@ -240,7 +242,8 @@ class JobCheckpoint:
             if storage.is_keeper:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
-        self._own_state.drop_arrays()
+        finally:
+            self._own_state.drop_arrays()
         self._last_step = step
         self._named = {step}
         if storage.rank == 0:
