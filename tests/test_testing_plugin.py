@@ -29,7 +29,12 @@ OUTCOMES = """
         yield tmp_path_factory.mktemp("made")
         print("taken back")
 
-    def test_without_ranks(npu_ranks, job_tmp_path, tmp_path):
+    @pytest.fixture(scope="module")
+    def without_ranks():
+        yield
+        assert False, "the module has ended"
+
+    def test_without_ranks(npu_ranks, job_tmp_path, tmp_path, without_ranks):
         assert (npu_ranks, job_tmp_path) == (1, tmp_path)
 
     @pytest.mark.ranks(1, 2)
@@ -119,8 +124,9 @@ def assert_nothing_is_left(directory: Path, shared: set[str]) -> None:
 
 
 def test_each_outcome_is_reported(tmp_path: Path) -> None:
-    output = run(tmp_path, "-v", test_outcomes=OUTCOMES)
-    seen = dict(re.findall(r"^\S+py::(\S+) (\w+)", output, re.MULTILINE))
+    output = run(tmp_path, "-v", test_outcomes=OUTCOMES, test_plain="def test_after(): ...")
+    # The first outcome of a test counts, since errors of a teardown follow.
+    seen = dict(reversed(re.findall(r"^\S+py::(\S+) (\w+)", output, re.MULTILINE)))
     passing = [f"test_passes[{ranks}-{word}]" for ranks in ("1rank", "2ranks") for word in "ab"]
     ends = {
         "fails_on_one": "FAILED",
@@ -130,7 +136,7 @@ def test_each_outcome_is_reported(tmp_path: Path) -> None:
     }
     ends["fails_as_expected"] = "XFAIL"
     assert seen == {
-        **dict.fromkeys([*passing, "test_without_ranks"], "PASSED"),
+        **dict.fromkeys([*passing, "test_without_ranks", "test_after"], "PASSED"),
         **{f"TestEnds::test_{name}[2ranks]": outcome for name, outcome in ends.items()},
         "test_fixture_fails[2ranks]": "ERROR",
     }, output
@@ -147,6 +153,11 @@ def test_each_outcome_is_reported(tmp_path: Path) -> None:
         output,
     )
     assert "UserWarning: careful" in output
+    # The last test of the module, which ran on ranks, ends a fixture of the tests without ranks.
+    assert re.search(
+        r"ERROR at teardown of test_passes\[2ranks-b\](.|\n)*E +AssertionError: the module has ended",
+        output,
+    )
 
 
 BUSY = """

@@ -119,8 +119,25 @@ def run_test(item: pytest.Item, nextitem: pytest.Item | None) -> bool:
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     for report in _reports(item, nextitem):
         item.ihook.pytest_runtest_logreport(report=report)
+    _tear_down(item, nextitem)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
     return True
+
+
+def _tear_down(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """End the fixtures of this process that the next test doesn't need, and report their errors, as pytest does."""
+    session: Any = item.session
+    # After the last test of a run, all fixtures end.
+    if session.shouldfail or session.shouldstop:
+        nextitem = None
+    call = pytest.CallInfo.from_call(
+        lambda: session._setupstate.teardown_exact(nextitem),
+        "teardown",
+        reraise=(pytest.exit.Exception, KeyboardInterrupt),
+    )
+    if call.excinfo is not None:
+        report = item.ihook.pytest_runtest_makereport(item=item, call=call)
+        item.ihook.pytest_runtest_logreport(report=report)
 
 
 def _pool_key(item: pytest.Item) -> Any:
