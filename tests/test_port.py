@@ -114,6 +114,18 @@ LOSSES = {
     "tf.reduce_sum((x * w - y) ** 2) + 0.1 * tf.nn.l2_loss(w)": "",
     "tf.reduce_sum((x * w - y) ** 2) / tf.reduce_sum(mask)": "",
     "criterion(y, x * w)": "",
+    "tf.reduce_mean(x * w - y) / strategy.num_replicas_in_sync": "sum",
+    "tf.reduce_mean(x * w - y) / tf.cast(tf.distribute.get_strategy().num_replicas_in_sync, x.dtype)": "sum",
+    "tf.reduce_sum(x * w - y) / (32 * strategy.num_replicas_in_sync)": "sum",
+    "tf.reduce_sum(x * w - y) / (32 * len(gpus))": "sum",
+    "tf.reduce_mean(x * w - y) * (1.0 / strategy.num_replicas_in_sync)": "",
+    "tf.reduce_mean((x * w - y) / strategy.num_replicas_in_sync)": "",
+    "tf.reduce_mean(x * w - y) / num_replicas": "",
+    "tf.reduce_mean(x * w - y) / FLAGS.num_gpus": "",
+    "tf.reduce_mean(x * w - y) / len(devices)": "",
+    "tf.sqrt(tf.reduce_mean((x * w - y) ** 2))": "",
+    "tf.math.divide_no_nan(tf.reduce_sum(x * w - y), tf.reduce_sum(mask))": "",
+    "tf.reduce_max(x * w - y)": "",
 }
 
 
@@ -174,6 +186,28 @@ SEEN = {
         )
         + DATA,
         "reduce",
+    ),
+    "gradients are divided by the number of replicas": (
+        (VARIABLE + STEP + DATA)
+        .replace("     opt", "     gradients = [g / strategy.num_replicas_in_sync for g in gradients]\n     opt")
+        .replace("\n+", "\n#")
+        .replace("\n-", "\n "),
+        "gradients from elsewhere",
+    ),
+    "a loss of fit is divided by the number of replicas": (
+        " def loss(y, x):\n     return tf.reduce_mean(x - y) / strategy.num_replicas_in_sync\n"
+        " model.compile('sgd', loss)\n model.fit(x, y)\n",
+        "unsupported strategy calls",
+    ),
+    "what moves to another line is ported there": (
+        f"{VARIABLE}{STEP}"
+        "-dataset = tf.data.Dataset.from_tensors(np.random.default_rng()).batch(strategy.num_replicas_in_sync)\n"
+        "+dataset, rank_batch = npu.distribute.shard_and_rebatch_dataset("
+        "tf.data.Dataset.from_tensors(np.random.default_rng(1)), npu.distribute.size())\n"
+        f"+dataset = dataset.batch(rank_batch)\n{LOOP}"
+        "-total = strategy.reduce('SUM', x / strategy.num_replicas_in_sync, axis=None)\n"
+        '+total = npu.distribute.all_reduce(x / npu.distribute.size(), reduction="sum")\n',
+        "replicas",
     ),
     "the loop itself draws": (
         f" batch_size = 32\n{VARIABLE}{STEP}"

@@ -80,11 +80,9 @@ def _shard(port: Port, batch: Any, training: list) -> None:
         node = node.func.value
     statement = port.statement(batch)
     target = dotted(port.target(statement)) or "dataset"
-    arguments = f"{port.text(dataset)}, {port.text(size)}"
+    arguments = f"{port.move(dataset, target)}, {port.move(size, 'rank_batch')}"
     call = f"npu.distribute.shard_and_rebatch_dataset({arguments})"
     port.insert(statement, f"{target}, rank_batch = {call}", after=False)
-    port.replace(dataset, target)
-    port.replace(size, "rank_batch")
     port.report(DONE, "shard", batch)
     # A name may also be used for shapes.
     if isinstance(size, cst.Name):

@@ -54,6 +54,8 @@ class Port(Script):
         # Lines to insert, by statement and whether they follow it.
         self._inserted: dict[tuple[Any, bool], dict[str, None]] = {}
         self._replaced: dict[Any, str] = {}
+        # What stands for an expression in new code, and the name that takes its place.
+        self._moved: dict[Any, tuple[str, str]] = {}
         self._guards: dict[Any, Guard] = {}
 
     def report(self, kind: str, rule: str, node: Any, text: str = "") -> None:
@@ -76,6 +78,13 @@ class Port(Script):
         """Replace an expression, an argument or an import; {} in the template is what it was."""
         self._replaced[node] = template
 
+    def move(self, node: Any, name: str) -> str:
+        """Put a name in the place of an expression; return what stands for the expression, with its edits, in new
+        code of the same statement or around it.
+        """
+        mark, _ = self._moved.setdefault(node, (f"__moved_{len(self._moved)}__", name))
+        return mark
+
     def guard(self, statement: Any, head: str, others_wait: bool = False) -> None:
         """Put a statement below ``head``; with ``others_wait``, a barrier follows."""
         self._guards.setdefault(statement, Guard(head, others_wait))
@@ -96,23 +105,29 @@ class Port(Script):
         for statement, guard in self._guards.items():
             if statement not in with_lines:
                 guards[statement] = guard
-        changer = _Changer(self._inserted, self._replaced, guards)
+        changer = _Changer(self._inserted, self._replaced, self._moved, guards)
         return str(self.module.visit(changer).code)
 
 
 class _Changer(cst.CSTTransformer):
     """Makes the edits while it leaves the nodes, from the inside."""
 
-    def __init__(self, inserted: Any, replaced: Any, guards: dict[Any, Guard]) -> None:
+    def __init__(self, inserted: Any, replaced: Any, moved: Any, guards: dict[Any, Guard]) -> None:
         super().__init__()
         self._inserted = inserted
         self._replaced = replaced
+        self._moved = moved
         self._guards = guards
+        self._text_by_mark: dict[str, str] = {}
 
     def on_leave(self, original: Any, updated: Any) -> Any:
         updated = super().on_leave(original, updated)
         if original in self._replaced:
-            return self._replacement(original, updated)
+            updated = self._replacement(original, updated)
+        if original in self._moved:
+            mark, name = self._moved[original]
+            self._text_by_mark[mark] = cst.Module([]).code_for_node(updated)
+            return cst.parse_expression(name)
         if isinstance(original, BLOCKS):
             statements = zip(original.body, updated.body)
             return updated.with_changes(body=list(self._block(statements)))
@@ -122,7 +137,7 @@ class _Changer(cst.CSTTransformer):
         """Return the nodes that replace one, whose own parts may have been changed before."""
         code = cst.Module([]).code_for_node(updated)
         code = code.strip().rstrip(",")
-        code = self._replaced[original].replace("{}", code)
+        code = self._completed(self._replaced[original].replace("{}", code))
         if isinstance(original, cst.Arg):
             arguments = list(cst.parse_expression(f"_({code})").args)
             arguments[-1] = arguments[-1].with_changes(comma=updated.comma)
@@ -130,6 +145,12 @@ class _Changer(cst.CSTTransformer):
         if isinstance(original, (cst.Import, cst.ImportFrom)):
             return cst.parse_statement(code).body[0]
         return cst.parse_expression(code)
+
+    def _completed(self, code: str) -> str:
+        """Return new code with the expressions that have moved into it."""
+        for mark, text in self._text_by_mark.items():
+            code = code.replace(mark, text)
+        return code
 
     def _block(self, statements: Any) -> Iterator:
         """Yield the statements of a block with the lines that belong before and after them, and guards around them."""
@@ -142,7 +163,7 @@ class _Changer(cst.CSTTransformer):
                 yield from _guarded(guard, [statement for _, statement in pairs])
 
     def _with_lines(self, original: Any, statement: Any) -> Iterator:
-        lines = _parsed(self._inserted.get((original, False), ()))
+        lines = self._lines(original, after=False)
         if lines:
             # Blank lines go above the new lines; comments stay with the statement.
             above = list(getattr(statement, "leading_lines", ()))
@@ -153,7 +174,11 @@ class _Changer(cst.CSTTransformer):
                 statement = statement.with_changes(leading_lines=above[len(blank) :])
         yield from lines
         yield statement
-        yield from _parsed(self._inserted.get((original, True), ()))
+        yield from self._lines(original, after=True)
+
+    def _lines(self, original: Any, after: bool) -> list:
+        lines = self._inserted.get((original, after), ())
+        return [cst.parse_statement(self._completed(line)) for line in lines]
 
 
 def _guarded(guard: Guard, statements: list) -> Iterator:
@@ -170,7 +195,3 @@ def _guarded(guard: Guard, statements: list) -> Iterator:
     yield head.with_changes(leading_lines=leading.leading_lines, body=cst.IndentedBlock(body))
     if guard.others_wait:
         yield cst.parse_statement("npu.distribute.barrier()")
-
-
-def _parsed(lines: Any) -> list:
-    return [cst.parse_statement(line) for line in lines]

@@ -9,7 +9,7 @@ from typing import Any
 
 import libcst as cst
 
-from npu_device._src.port.nodes import argument, dotted, last_word
+from npu_device._src.port.nodes import argument, dotted, last_word, method
 from npu_device._src.port.port import Port
 from npu_device._src.port.rules import WORDS_BY_TOPIC
 
@@ -17,10 +17,15 @@ _OPERATORS = {
     "add": cst.Add,
     "subtract": cst.Subtract,
     "multiply": cst.Multiply,
-    "divide": cst.Divide,
+    "scalar_mul": cst.Multiply,
+    **dict.fromkeys(("div", "divide", "divide_no_nan", "div_no_nan", "truediv"), cst.Divide),
 }
 _NUMBER = re.compile(
     r"(batch_?size|num_\w+|\w*(weight|alpha|beta|lambda|gamma|coef|scale|factor|_size|losses))$",
+    re.I,
+)
+_DEVICES = re.compile(
+    r"((replica|[gt]pu|device|worker|tower|process(es)?)s?(_(count|num|number|in_sync|per_\w+))?|world_size)$",
     re.I,
 )
 _LENGTH_OF_BATCH = re.compile(r"shape(\(\w+\))?\[0\]$")
@@ -35,12 +40,28 @@ class Scale(enum.Enum):
     EACH = enum.auto()  # one value per sample
     SHARED = enum.auto()  # the same on all ranks, whatever the samples
     COUNT = enum.auto()  # the number of samples of the rank
+    REPLICAS = enum.auto()  # a number of which the number of ranks is a factor
+    DEVICES = enum.auto()  # the same for a number that may be the number of ranks, and what it changes
     UNKNOWN = enum.auto()
 
 
 def scaling(port: Port, loss: Any) -> Scale:
     """Return how an expression for a loss scales."""
     return _Reader(port).scale(loss, 0)
+
+
+def counts_replicas(port: Port, node: Any) -> bool:
+    """Return True if a number of replicas or devices stands in an expression, but for the loss of a gradient."""
+    if method(node) == "gradient":
+        return False
+    is_name = isinstance(node, (cst.Name, cst.Attribute))
+    if is_name and scaling(port, node) in (Scale.REPLICAS, Scale.DEVICES):
+        return True
+    return any(counts_replicas(port, child) for child in node.children)
+
+
+_NUMBERS = (Scale.MEAN, Scale.SUM, Scale.REPLICAS, Scale.DEVICES)
+"""What is a single number, whatever the samples are."""
 
 
 class _Reader:
@@ -76,7 +97,12 @@ class _Reader:
         return Scale.UNKNOWN
 
     def _of_name(self, node: Any, depth: int) -> Scale:
+        if isinstance(node, cst.Attribute) and node.attr.value == "num_replicas_in_sync":
+            return Scale.REPLICAS
         scale = self._of_all(self._port.origins(node), depth)
+        # A number such as num_gpus = len(gpus) may be another one on the ranks.
+        if scale is not Scale.REPLICAS and _DEVICES.search(last_word(dotted(node))):
+            return Scale.DEVICES
         if scale is Scale.COUNT and self._is_size_of_all_data(node):
             return Scale.SHARED
         if scale is Scale.UNKNOWN and _NUMBER.match(last_word(dotted(node))):
@@ -87,6 +113,8 @@ class _Reader:
     def _of_all(self, origins: Iterable, depth: int) -> Scale:
         """Return the scale of several values that one expression may have; UNKNOWN if they differ."""
         scales = {self.scale(origin, depth + 1) for origin in origins}
+        if Scale.DEVICES in scales:
+            return Scale.DEVICES
         if len(scales) != 1:
             return Scale.UNKNOWN
         return scales.pop()
@@ -115,6 +143,8 @@ class _Reader:
         if word in WORDS_BY_TOPIC["the same on all ranks"]:
             return Scale.SHARED
         if word in ("shape", "size", "len"):
+            if operand is not None and counts_replicas(self._port, operand):
+                return Scale.DEVICES
             return Scale.COUNT
         if word in WORDS_BY_TOPIC["keeps the scale of a loss"]:
             return self.scale(operand, depth + 1)
@@ -122,7 +152,7 @@ class _Reader:
 
     def _of_reduction(self, call: Any, word: str, operand: Any, depth: int) -> Scale:
         inner = self.scale(operand, depth + 1)
-        if inner in (Scale.MEAN, Scale.SUM, Scale.SHARED):
+        if inner in (*_NUMBERS, Scale.SHARED):
             # A reduction of a single number changes nothing.
             return inner
         axis = argument(call, "axis", 1) or argument(call, "reduction_indices")
@@ -143,14 +173,23 @@ class _Reader:
             # The functions of tf.compat.v1.losses reduce by themselves.
             return Scale.MEAN
         if name.startswith(("keras.", "tensorflow.", "numpy.")):
-            # Most functions work on each sample.
-            return Scale.EACH
+            return self._of_samples(word, operand, depth)
         if word in ("compiled_loss", "compute_loss") and not self._port.callees(call):
             # Keras's own method of the model, whose result is a mean.
             return Scale.MEAN
         if self._port.maker(call.func).startswith("keras.losses."):
             return self._of_loss_object(call)
         return self._of_all(self._port.origins(call), depth)
+
+    def _of_samples(self, word: str, operand: Any, depth: int) -> Scale:
+        """Return the scale of a function of a library, most of which work on each sample."""
+        scale = self.scale(operand, depth + 1)
+        if scale in (Scale.REPLICAS, Scale.DEVICES):
+            return Scale.DEVICES
+        # The root of a mean, or the largest sample, is neither a sum nor a mean of those of the ranks.
+        if scale in _NUMBERS or word.startswith("reduce_"):
+            return Scale.UNKNOWN
+        return Scale.EACH
 
     def _of_loss_object(self, call: Any) -> Scale:
         """Return the scale of ``criterion(y, x)``, by the reduction with which the object was made."""
@@ -164,11 +203,25 @@ class _Reader:
 
 
 def _combined(operator: Any, left_scale: Scale, right_scale: Scale) -> Scale:
+    if {left_scale, right_scale} & {Scale.REPLICAS, Scale.DEVICES}:
+        return _with_devices(operator, left_scale, right_scale)
     if isinstance(operator, (cst.Divide, cst.FloorDivide)):
         return _divided(left_scale, right_scale)
     if isinstance(operator, (cst.Multiply, cst.Power)):
         return _multiplied(left_scale, right_scale)
     return _added(left_scale, right_scale)
+
+
+def _with_devices(operator: Any, left_scale: Scale, right_scale: Scale) -> Scale:
+    """Return the scale of an operation with a number of replicas or devices."""
+    if isinstance(operator, cst.Divide):
+        # A sum stays one, whatever it is divided by; the mean of a replica becomes its part of the mean of all.
+        if left_scale is Scale.SUM or (left_scale, right_scale) == (Scale.MEAN, Scale.REPLICAS):
+            return Scale.SUM
+    is_product = isinstance(operator, cst.Multiply)
+    if is_product and {left_scale, right_scale} == {Scale.REPLICAS, Scale.SHARED}:
+        return Scale.REPLICAS
+    return Scale.DEVICES
 
 
 def _divided(dividend: Scale, divisor: Scale) -> Scale:

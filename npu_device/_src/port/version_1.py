@@ -185,13 +185,30 @@ def port_strategies(port: Port) -> None:
     for call in port.calls:
         _port_strategy_call(port, call)
     for node in port.of(cst.Attribute):
-        if node.attr.value == "num_replicas_in_sync":
+        if node.attr.value != "num_replicas_in_sync":
+            continue
+        # fit averages over the ranks by itself, so that a loss would be divided twice.
+        if _is_in_loss_of_keras(port, node):
+            port.report(OPEN, "unsupported strategy calls", node)
+        else:
             port.replace(node, "npu.distribute.size()")
             port.report(DONE, "replicas", node)
     # npu.open() reads TF_CONFIG, and a script that sets it may do so only afterwards.
     for node in port.of(cst.Assign):
         if "TF_CONFIG" in port.text(node.targets[0].target):
             port.report(OPEN, "TF_CONFIG", node)
+
+
+def _is_in_loss_of_keras(port: Port, node: Any) -> bool:
+    """Return True in the classes of a model, and in functions that ``compile`` is given."""
+    compiles = [call for call in port.calls if method(call) == "compile"]
+    names = {inner.value for call in compiles for inner in walk(call) if isinstance(inner, cst.Name)}
+    for owner in port.around(node):
+        if port.inherits(owner, ("Model", "Sequential", "Layer", "Loss")):
+            return True
+        if isinstance(owner, cst.FunctionDef) and owner.name.value in names:
+            return True
+    return False
 
 
 def _port_strategy_call(port: Port, call: Any) -> None:
@@ -233,9 +250,8 @@ def _port_reduce(port: Port, call: Any) -> None:
     reduction = "sum"
     if "mean" in port.text(call.args[0]).lower():
         reduction = "mean"
-    port.replace(
-        call, f'npu.distribute.all_reduce({port.text(call.args[1].value)}, reduction="{reduction}")'
-    )
+    value = port.move(call.args[1].value, "value")
+    port.replace(call, f'npu.distribute.all_reduce({value}, reduction="{reduction}")')
     port.report(DONE, "strategy.reduce", call)
 
 

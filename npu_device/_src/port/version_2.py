@@ -12,7 +12,7 @@ from npu_device._src.port.loop_data import divide
 from npu_device._src.port.nodes import DEFINITIONS, argument, dotted, is_call_of, method, walk
 from npu_device._src.port.port import DONE, NOTE, OPEN, Port
 from npu_device._src.port.rules import WORDS_BY_TOPIC
-from npu_device._src.port.scaling import Scale, scaling
+from npu_device._src.port.scaling import Scale, counts_replicas, scaling
 from npu_device._src.port.script import Assignment
 
 _MODEL_CLASSES = ("Model", "Sequential")
@@ -250,8 +250,8 @@ def _gradient(port: Port, node: Any, depth: int = 0) -> Any:
         # Reduced before the clip, so that all ranks clip alike.
         if assignment is not None and _is_clipped(assignment):
             return _gradient(port, assignment.value.args[0].value, depth + 1)
-    # Assignments may go round in a circle.
-    if depth >= 20:
+    # Assignments may go round in a circle; gradients that are divided by replicas aren't the tape's.
+    if depth >= 20 or counts_replicas(port, node):
         return None
     # The pairs may be made here: zip(gradients, variables)
     if is_call_of(node, "zip"):
