@@ -209,6 +209,32 @@ SEEN = {
         '+total = npu.distribute.all_reduce(x / npu.distribute.size(), reduction="sum")\n',
         "replicas",
     ),
+    "only what leads to a step is divided": (
+        f"{VARIABLE}{STEP}{BROADCAST} for epoch in range(3):\n     for i in range(0, 100, 20):\n"
+        "         a, b = x[i : i + 20], y[i : i + 20]\n"
+        "+        a = a[npu.distribute.rank() :: npu.distribute.size()]\n"
+        "+        b = b[npu.distribute.rank() :: npu.distribute.size()]\n"
+        "         a = a / 255\n         step(a, b)\n         last = losses[i - 5 : i]\n"
+        "     for i in range(0, 100, 20):\n         a, b = x_val[i : i + 20], y_val[i : i + 20]\n"
+        "         total += criterion(b, model(a))\n     recent = losses[epoch - 5 : epoch]\n",
+        "share of an array",
+    ),
+    "a batch is cut out of a part": (
+        f"{VARIABLE}{STEP}{BROADCAST} for k in range(3):\n     part = x[k * 100 : k * 100 + 100]\n"
+        "     for i in range(0, 100, 20):\n         a = part[i : i + 20]\n"
+        "+        a = a[npu.distribute.rank() :: npu.distribute.size()]\n         step(a, a)\n",
+        "share of an array",
+    ),
+    "the loop takes batches of validation": (
+        f"{VARIABLE} rest = iter(tf.data.Dataset.range(9).batch(3))\n{BROADCAST}"
+        " for i in range(0, 100, 20):\n     a = x[i : i + 20]\n"
+        "+    a = a[npu.distribute.rank() :: npu.distribute.size()]\n"
+        "     with tf.GradientTape() as tape:\n         loss = tf.reduce_mean(a * w)\n"
+        "     gradients = tape.gradient(loss, [w])\n"
+        '+    gradients = npu.distribute.all_reduce(gradients, reduction="mean")\n'
+        "     optimizer.apply_gradients(zip(gradients, [w]))\n     total += model(next(rest))\n",
+        "share of an array",
+    ),
     "the loop itself draws": (
         f" batch_size = 32\n{VARIABLE}{STEP}"
         + (MAKE_DATA + BROADCAST).replace("32", "batch_size")

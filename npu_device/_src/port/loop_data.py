@@ -9,7 +9,9 @@ import libcst as cst
 from npu_device._src.port.nodes import argument, dotted, is_call_of, method, walk
 from npu_device._src.port.port import DONE, OPEN, Port
 from npu_device._src.port.rules import WORDS_BY_TOPIC
+from npu_device._src.port.script import BLOCKS
 
+_LOOPS = (cst.For, cst.While)
 SHARE = "[npu.distribute.rank() :: npu.distribute.size()]"
 
 
@@ -17,18 +19,23 @@ def divide(port: Port, steps: list) -> None:
     """Let each rank read its share of the dataset, or take its share of the arrays, that lead to the steps."""
     training = [loop for loop in port.of(cst.For) if port.runs(loop.body, steps)]
     sources = [loop.iter for loop in training]
+    # The nodes of a loop are those of the loops around it, too.
+    inside = dict.fromkeys(node for loop in training for node in walk(loop.body))
     # A loop may read by ``next``: for _ in range(steps): x, y = next(iterator)
-    for loop in training:
-        sources += [node for node in walk(loop.body) if is_call_of(node, "next")]
+    for node in inside:
+        if is_call_of(node, "next") and _leads_to(port, port.statement(node), steps):
+            sources.append(node)
     # Loops over epochs read the same dataset.
     batches = {_batch(port, source) for source in sources} - {None}
-    are_sliced = [_divide_slices(port, loop) for loop in training]
+    slices = [node for node in inside if _is_cut(port, node) and _leads_to(port, node, steps)]
+    for statement in slices:
+        _divide_slice(port, statement)
     # One line divides one dataset; where several are made, the script has to say which.
     if len(batches) == 1 and _is_made_once(port, next(iter(batches))):
         _shard(port, batches.pop(), training)
     elif batches:
         port.report(OPEN, "several datasets", steps[0])
-    elif not any(are_sliced):
+    elif not slices:
         port.report(OPEN, "no dataset", steps[0])
 
 
@@ -107,18 +114,71 @@ def _resize(port: Port, size: str, training: list) -> None:
         port.report(DONE, "batch size in a shape", call)
 
 
-def _divide_slices(port: Port, loop: Any) -> bool:
-    """Let each rank take its share of the arrays that a loop cuts out of larger ones; True if there are any."""
-    assignments = [node for node in walk(loop.body) if port.target(node) is not None]
-    slices = [statement for statement in assignments if is_slice(statement.body[0].value)]
-    for statement in slices:
-        names = port.text(port.target(statement)).strip("()").split(",")
-        for name in map(str.strip, names):
-            # The name _ stands for a value that isn't used.
-            if name != "_":
-                port.insert(statement, f"{name} = {name}{SHARE}", after=True)
-        port.report(DONE, "share of an array", statement)
-    return bool(slices)
+def _is_cut(port: Port, node: Any) -> bool:
+    """Return True for a statement that cuts arrays out of larger ones."""
+    return port.target(node) is not None and is_slice(node.body[0].value)
+
+
+def _leads_to(port: Port, statement: Any, steps: list) -> bool:
+    """Return True if what a statement in a loop assigns may get to a step of this loop: not a batch of validation."""
+    target = port.target(statement)
+    if target is None:
+        return port.runs(statement, steps)
+    # Attributes and elements may be read anywhere.
+    if any(isinstance(node, (cst.Attribute, cst.Subscript)) for node in walk(target)):
+        return True
+    loop = next(outer for outer in port.around(statement) if isinstance(outer, _LOOPS))
+    block = next(outer for outer in port.around(statement) if isinstance(outer, BLOCKS))
+    always_run = {*loop.body.body, *block.body}
+    names = _names(target)
+    own_nodes = set(walk(statement))
+    nodes = list(walk(loop.body))
+    start = nodes.index(statement)
+    # What comes before the statement also comes after it, in the next round.
+    later = [node for node in nodes[start:] + nodes[:start] if node not in own_nodes]
+    for node in later:
+        if isinstance(node, cst.Call) and names & _names(node) and port.runs(node, steps):
+            return True
+        if not isinstance(node, (cst.Assign, cst.AugAssign, cst.For)):
+            continue
+        value, targets = _flow(node)
+        # A batch that is cut out of what the statement assigns is divided by itself.
+        if names & _names(value) and not is_slice(value):
+            names |= targets
+        # The names get other values, unless that is so in a branch only.
+        elif port.statement(node) in always_run:
+            names -= targets
+    return False
+
+
+def _flow(node: Any) -> tuple[Any, set[str]]:
+    """Return what an assignment or a loop reads, and the names that get it."""
+    if isinstance(node, cst.Assign):
+        return node.value, {name for target in node.targets for name in _names(target)}
+    # The name keeps a part of its value.
+    if isinstance(node, cst.AugAssign):
+        return node, _names(node.target)
+    return node.iter, _names(node.target)
+
+
+def _names(node: Any) -> set[str]:
+    """Return the names in a node, without those of attributes and arguments."""
+    if isinstance(node, cst.Name):
+        return {node.value}
+    children = node.children
+    if isinstance(node, (cst.Attribute, cst.Arg)):
+        children = [node.value]
+    return set().union(*map(_names, children))
+
+
+def _divide_slice(port: Port, statement: Any) -> None:
+    """Let each rank take its share of the arrays that a statement cuts out of larger ones."""
+    names = port.text(port.target(statement)).strip("()").split(",")
+    for name in map(str.strip, names):
+        # The name _ stands for a value that isn't used.
+        if name != "_":
+            port.insert(statement, f"{name} = {name}{SHARE}", after=True)
+    port.report(DONE, "share of an array", statement)
 
 
 def is_slice(node: Any) -> bool:
