@@ -189,7 +189,10 @@ SEEN = {
     ),
     "gradients are divided by the number of replicas": (
         (VARIABLE + STEP + DATA)
-        .replace("     opt", "     gradients = [g / strategy.num_replicas_in_sync for g in gradients]\n     opt")
+        .replace(
+            "     opt",
+            "     gradients = [g / strategy.num_replicas_in_sync for g in gradients]\n     opt",
+        )
         .replace("\n+", "\n#")
         .replace("\n-", "\n "),
         "gradients from elsewhere",
@@ -235,6 +238,55 @@ SEEN = {
         "     optimizer.apply_gradients(zip(gradients, [w]))\n     total += model(next(rest))\n",
         "share of an array",
     ),
+    "a function compiles a model of the script": (
+        " model = tf.keras.Sequential([])\n def main():\n     model.compile('sgd', 'mse')\n"
+        "+    npu.distribute.replicate(model)\n     model.fit(x, y)\n main()\n",
+        "fit",
+    ),
+    "names of new lines are taken": (
+        f"{VARIABLE}{STEP} dataset = 'mnist'\n rank_batch = 1\n"
+        f"{BROADCAST}+dataset_, rank_batch_ = "
+        "npu.distribute.shard_and_rebatch_dataset(tf.data.Dataset.range(99), 8)\n"
+        "-for x in tf.data.Dataset.range(99).batch(8):\n+for x in dataset_.batch(rank_batch_):\n"
+        "     step(x, x)\n",
+        "shard",
+    ),
+    "two models have one name": (
+        FIT + FIT + FIT.replace(" model.compile", " model = build()\n model.compile"),
+        "fit",
+    ),
+    "each branch compiles": (
+        " if small:\n     model = f()\n     model.compile()\n+    model = npu.distribute.replicate(model)\n"
+        " else:\n     model = g()\n     model.compile()\n+    model = npu.distribute.replicate(model)\n"
+        " model.fit(x, y)\n",
+        "fit",
+    ),
+    "one branch compiles": (
+        " if path:\n     model = tf.keras.models.load_model(path)\n"
+        " else:\n     model = g()\n     model.compile()\n+    model = npu.distribute.replicate(model)\n"
+        "+npu.distribute.replicate(model)\n model.fit(x, y)\n",
+        "fit",
+    ),
+    "both branches are compiled together": (
+        f" if small:\n     model = f()\n else:\n     model = g()\n{FIT}",
+        "fit",
+    ),
+    "no branch compiles": (
+        " if small:\n     model = tf.keras.models.load_model('a')\n"
+        " else:\n     model = tf.keras.models.load_model('b')\n"
+        "+npu.distribute.replicate(model)\n model.fit(x, y)\n",
+        "fit",
+    ),
+    "a model of the same name in another function": (
+        " def train(x):\n     model = g()\n     model.compile()\n+    model = npu.distribute.replicate(model)\n"
+        "     model.fit(x)\n     model.save('a.keras')\n"
+        " def other():\n     model = tf.keras.Sequential([])\n"
+        "+    if npu.distribute.is_main():\n+        model.save('b.keras')\n".replace(
+            "+        m", "+        m"
+        )
+        + "-    model.save('b.keras')\n",
+        "save",
+    ),
     "the loop itself draws": (
         f" batch_size = 32\n{VARIABLE}{STEP}"
         + (MAKE_DATA + BROADCAST).replace("32", "batch_size")
@@ -256,6 +308,13 @@ def test_seen_in_scripts(name: str) -> None:
 
 
 BAD = {
+    "line.py": ('model.compile("sgd"); model.fit(x)\n', "line of its own"),
+    "suite.py": ('for m in models: m.compile("sgd"); m.fit(x)\n', "line of its own"),
+    "init.py": (
+        "import tensorflow.compat.v1 as tf\ntrain = tf.train.AdamOptimizer(0.1).minimize(w)\n"
+        "session = tf.Session()\nsession.run(tf.global_variables_initializer()); session.run(train)\n",
+        "line of its own",
+    ),
     "syntax.py": ("import tensorflow\nmodel.fit(x\n", "a syntax error"),
     "old.py": ('import tensorflow\nprint "loss"\nmodel.fit(x)\n', "2to3"),
     "cells.py": ("import tensorflow\n%matplotlib inline\nmodel.fit(x)\n", "IPython"),

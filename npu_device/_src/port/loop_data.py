@@ -85,11 +85,12 @@ def _shard(port: Port, batch: Any, training: list) -> None:
         if method(node) in ("repeat", *WORDS_BY_TOPIC["batches"]):
             dataset = node.func.value
         node = node.func.value
-    statement = port.statement(batch)
-    target = dotted(port.target(statement)) or "dataset"
-    arguments = f"{port.move(dataset, target)}, {port.move(size, 'rank_batch')}"
+    statement = port.own_statement(batch)
+    target = dotted(port.target(statement)) or port.unused_name("dataset")
+    rank_batch = port.unused_name("rank_batch")
+    arguments = f"{port.move(dataset, target)}, {port.move(size, rank_batch)}"
     call = f"npu.distribute.shard_and_rebatch_dataset({arguments})"
-    port.insert(statement, f"{target}, rank_batch = {call}", after=False)
+    port.insert(statement, f"{target}, {rank_batch} = {call}", after=False)
     port.report(DONE, "shard", batch)
     # A name may also be used for shapes.
     if isinstance(size, cst.Name):

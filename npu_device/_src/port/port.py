@@ -17,6 +17,10 @@ NOTE = "note"
 OPEN = "open"
 
 
+class Refused(Exception):
+    """A file that can't be ported, with the reason and the remedy."""
+
+
 @dataclass(frozen=True)
 class Finding:
     """One line of the report: something DONE, a NOTE for a person, or an OPEN question, which keeps the file."""
@@ -69,6 +73,39 @@ class Port(Script):
         if finding not in self.findings:
             self.findings.append(finding)
             self.findings.sort(key=lambda finding: (finding.line, finding.rule))
+
+    def own_statement(self, node: Any) -> Any:
+        """Return the statement of a node, for lines around it; Refused if it shares its line with another one."""
+        statement = self.statement(node)
+        for outer in (node, *self.around(node)):
+            is_shared = isinstance(outer, cst.SimpleStatementLine) and len(outer.body) > 1
+            # The line also has what the statement depends on: if small: model.compile()
+            if is_shared or isinstance(outer, cst.SimpleStatementSuite):
+                line = self.line(node)
+                raise Refused(f"line {line}: several statements. Put each on a line of its own")
+            if outer is statement:
+                break
+        return statement
+
+    def is_replicated(self, model: Any) -> bool:
+        """Return True if a model is replicated by this name, as far as it is seen from here."""
+        name = self.text(model)
+        scopes = list(self.around(model))
+        # A parameter is a different model than one of the same name outside of its function.
+        owner = next(iter(self.takers(name, model)), scopes[-1])
+        scopes = scopes[: scopes.index(owner) + 1]
+        for replicated, scope in self.replicated:
+            # An attribute may have been replicated in another method.
+            if replicated == name and (scope in scopes or name.startswith("self.")):
+                return True
+        return False
+
+    def unused_name(self, name: str) -> str:
+        """Return a name that the script doesn't use."""
+        used = {node.value for node in self.of(cst.Name)}
+        while name in used:
+            name += "_"
+        return name
 
     def insert(self, statement: Any, line: str, after: bool) -> None:
         """Put a line before or after a statement, once."""

@@ -15,7 +15,7 @@ from typing import Any
 import libcst as cst
 
 from npu_device._src.port.nodes import argument, dotted, method, walk
-from npu_device._src.port.port import DONE, NOTE, OPEN, Finding, Port
+from npu_device._src.port.port import DONE, NOTE, OPEN, Finding, Port, Refused
 from npu_device._src.port.rules import RULES, WORDS_BY_TOPIC, PortingRule
 from npu_device._src.port.version_1 import (
     port_horovod,
@@ -44,10 +44,6 @@ _READS = re.compile(
     r"(^|\.)(load(?!_data\b)\w*|restore|latest_\w+|(im)?read\w*|open|\w*csv|\w*Dataset|list_files)$"
 )
 _KEEPS = (cst.Assign, cst.AnnAssign, cst.AugAssign, cst.Return, cst.Yield, cst.Await)
-
-
-class Refused(Exception):
-    """A file that can't be ported, with the reason and the remedy."""
 
 
 class Source:
@@ -284,7 +280,7 @@ def _rule(port: Port, call: Any) -> PortingRule | None:
     mode = port.text(argument(call, "mode", 1))
     if name == "open" and not re.search("[wax+]", mode):
         return None
-    is_replicated = receiver in dict(port.replicated)
+    is_replicated = bool(receiver) and port.is_replicated(call.func.value)
     for rule in RULES.values():
         # A replicated model is saved by rank 0 only, by itself.
         if is_replicated and rule.action == "save":

@@ -41,7 +41,9 @@ class Scale(enum.Enum):
     SHARED = enum.auto()  # the same on all ranks, whatever the samples
     COUNT = enum.auto()  # the number of samples of the rank
     REPLICAS = enum.auto()  # a number of which the number of ranks is a factor
-    DEVICES = enum.auto()  # the same for a number that may be the number of ranks, and what it changes
+    DEVICES = (
+        enum.auto()
+    )  # the same for a number that may be the number of ranks, and what it changes
     UNKNOWN = enum.auto()
 
 
@@ -214,10 +216,10 @@ def _combined(operator: Any, left_scale: Scale, right_scale: Scale) -> Scale:
 
 def _with_devices(operator: Any, left_scale: Scale, right_scale: Scale) -> Scale:
     """Return the scale of an operation with a number of replicas or devices."""
-    if isinstance(operator, cst.Divide):
-        # A sum stays one, whatever it is divided by; the mean of a replica becomes its part of the mean of all.
-        if left_scale is Scale.SUM or (left_scale, right_scale) == (Scale.MEAN, Scale.REPLICAS):
-            return Scale.SUM
+    # A sum stays one, whatever it is divided by; the mean of a replica becomes its part of the mean of all.
+    adds_up = left_scale is Scale.SUM or (left_scale, right_scale) == (Scale.MEAN, Scale.REPLICAS)
+    if adds_up and isinstance(operator, cst.Divide):
+        return Scale.SUM
     is_product = isinstance(operator, cst.Multiply)
     if is_product and {left_scale, right_scale} == {Scale.REPLICAS, Scale.SHARED}:
         return Scale.REPLICAS

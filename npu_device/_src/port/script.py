@@ -233,6 +233,10 @@ class Script:
                 return candidates[-1]
         return None
 
+    def assignments(self, name: str, scope: Any) -> list[Assignment]:
+        """Return the assignments of a name in a scope, in order."""
+        return [found for found in self._assignments.get(name, ()) if found.scope is scope]
+
     def origins(self, node: Any) -> list:
         """Return where a value comes from, one step back: an assignment, arguments, or results of a function."""
         if isinstance(node, cst.Call):

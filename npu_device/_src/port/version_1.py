@@ -111,7 +111,7 @@ def _port_steps(port: Port) -> None:
         if port.maker(call.args[0].value).endswith(WORDS_BY_TOPIC["initializes"]):
             port.imports.append(f"{_HOOKS}broadcast_global_variables")
             port.insert(
-                port.statement(call),
+                port.own_statement(call),
                 f"{port.text(call.func)}(broadcast_global_variables(0))",
                 after=True,
             )
@@ -202,7 +202,9 @@ def port_strategies(port: Port) -> None:
 def _is_in_loss_of_keras(port: Port, node: Any) -> bool:
     """Return True in the classes of a model, and in functions that ``compile`` is given."""
     compiles = [call for call in port.calls if method(call) == "compile"]
-    names = {inner.value for call in compiles for inner in walk(call) if isinstance(inner, cst.Name)}
+    names = {
+        inner.value for call in compiles for inner in walk(call) if isinstance(inner, cst.Name)
+    }
     for owner in port.around(node):
         if port.inherits(owner, ("Model", "Sequential", "Layer", "Loss")):
             return True

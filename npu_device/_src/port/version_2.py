@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import itertools
 import re
 from typing import Any
 
@@ -13,7 +14,7 @@ from npu_device._src.port.nodes import DEFINITIONS, argument, dotted, is_call_of
 from npu_device._src.port.port import DONE, NOTE, OPEN, Port
 from npu_device._src.port.rules import WORDS_BY_TOPIC
 from npu_device._src.port.scaling import Scale, counts_replicas, scaling
-from npu_device._src.port.script import Assignment
+from npu_device._src.port.script import BLOCKS, Assignment
 
 _MODEL_CLASSES = ("Model", "Sequential")
 _DRAWS = re.compile(r"dropout\w*[(=]|GaussianNoise\(|(normal|uniform)\([^)]*\bshape\(", re.I)
@@ -62,52 +63,86 @@ def _function_around(port: Port, node: Any) -> str:
 
 
 def _replicate(port: Port, node: Any, model: Any, after: bool = True) -> None:
-    """Replicate a model once in its scope, before or after the statement of a node."""
-    name = port.text(model)
-    key = (name, port.scope(node))
+    """Replicate a model before or after the statement of a node; a model that is replicated already stays so."""
     # The call of a function would make a second model.
-    if key in port.replicated or isinstance(model, cst.Call):
+    if isinstance(model, cst.Call):
         return
-    port.replicated.add(key)
+    name = port.text(model)
     line = f"npu.distribute.replicate({name})"
-    # A name is assigned anew; otherwise ``replicate`` changes the model in place.
-    if dotted(model) and after:
+    # A name is assigned anew where it is assigned; otherwise ``replicate`` changes the model in place.
+    if after and dotted(model) and _is_assigned(port, model, node):
         line = f"{name} = {line}"
-    port.insert(port.statement(node), line, after)
-    port.report(DONE, "fit", node)
+    port.insert(port.own_statement(node), line, after)
+    key = (name, port.scope(node))
+    if key not in port.replicated:
+        port.replicated.add(key)
+        port.report(DONE, "fit", node)
+
+
+def _is_assigned(port: Port, model: Any, node: Any) -> bool:
+    """Return True if a name belongs to the scope of a node, where an assignment doesn't make it another variable."""
+    scope = port.scope(node)
+    if isinstance(scope, cst.Module) or not isinstance(model, cst.Name):
+        return True
+    return scope in port.takers(model.value, node) or bool(port.assignments(model.value, scope))
 
 
 def _replicate_trained(port: Port, call: Any) -> None:
     """Replicate the model of a call of ``fit``, unless that has been done where it was compiled."""
     model = call.func.value
-    if _is_replicated(port, model, call):
+    assignment = port.assigned(model)
+    is_one_model = assignment is None or _is_compiled(port, model, assignment.scope)
+    if is_one_model and port.is_replicated(model):
         return
     trainee = _trainee(port, model)
-    if trainee is _Trainee.COMPILED:
-        # The loop over compile, which calls this, must not replicate the model again in this function.
+    if trainee is _Trainee.COMPILED and is_one_model:
+        # The next calls of fit must not replicate the model in this function.
         port.replicated.add((port.text(model), port.scope(call)))
-    elif trainee is _Trainee.MODEL:
-        assignment = port.assigned(model)
-        if assignment is not None and assignment.scope is port.scope(call):
+    elif trainee in (_Trainee.MODEL, _Trainee.COMPILED):
+        if is_one_model and assignment is not None and assignment.scope is port.scope(call):
             _replicate(port, assignment.statement, model)
-        # The name of the model isn't this function's to assign.
+        # Several models may have the name, or it isn't this function's to assign.
         else:
             _replicate(port, call, model, after=False)
-    elif trainee is _Trainee.UNKNOWN and dotted(model) and _looks_like_training(call):
-        _replicate(port, call, model, after=False)
     elif trainee is _Trainee.UNKNOWN:
-        port.report(OPEN, "unknown fit", call)
+        # A name that is compiled elsewhere is that of a model.
+        if dotted(model) and (port.is_replicated(model) or _looks_like_training(call)):
+            _replicate(port, call, model, after=False)
+        else:
+            port.report(OPEN, "unknown fit", call)
 
 
-def _is_replicated(port: Port, model: Any, call: Any) -> bool:
+def _is_compiled(port: Port, model: Any, scope: Any) -> bool:
+    """Return True if each model that a name gets is compiled before the name gets the next, or there is only one."""
     name = port.text(model)
-    scopes = list(port.around(call))
-    # A parameter is a different model than one of the same name outside of its function.
-    owner = next(iter(port.takers(name, call)), scopes[-1])
-    scopes = scopes[: scopes.index(owner) + 1]
-    for replicated, scope in port.replicated:
-        # An attribute may have been replicated in another method.
-        if replicated == name and (scope in scopes or name.startswith("self.")):
+    assigned = []
+    for assignment in port.assignments(name, scope):
+        if port.text(assignment.value) != "None":
+            assigned.append(assignment.statement)
+    compiled = []
+    for call in port.calls:
+        is_compile = method(call) == "compile" and port.text(call.func.value) == name
+        if is_compile and port.scope(call) is scope:
+            compiled.append(port.statement(call))
+    if len(assigned) < 2 and not compiled:
+        return True
+    lines = [port.line(statement) for statement in compiled]
+    for statement, following in itertools.zip_longest(assigned, assigned[1:]):
+        end = float("inf")
+        if following is not None:
+            end = port.line(following)
+        if not any(port.line(statement) < line < end for line in lines):
+            return _are_followed(port, assigned, compiled)
+    return True
+
+
+def _are_followed(port: Port, assigned: list, compiled: list) -> bool:
+    """Return True if what all branches assign is compiled after them."""
+    for statement in compiled:
+        block = next(outer for outer in port.around(statement) if isinstance(outer, BLOCKS))
+        inside = set(walk(block))
+        is_last = all(port.line(other) < port.line(statement) for other in assigned)
+        if is_last and inside.issuperset(assigned):
             return True
     return False
 
