@@ -54,6 +54,7 @@ FRAMES = {
     "no dataset": f"{HEAD}{VARIABLE}{STEP}{{}}",
     "strategy": f"{HEAD}{OPEN}{{}}     model.compile()\n+    model = npu.distribute.replicate(model)\n"
     " model.fit(x, y)\n",
+    "checkpoint manager": f"{HEAD} model.compile()\n{{}}",
     "horovod": "{}",
     "other Horovod modules": "{}",
     "session: optimizer": SESSION.format(imports="") + "{}" + V1_OPEN,
@@ -287,6 +288,63 @@ SEEN = {
         + "-    model.save('b.keras')\n",
         "save",
     ),
+    "arguments have comments": (
+        " os.makedirs(\n-    folder,  # for models\n+    folder, exist_ok=True,  # for models\n )\n"
+        " os.makedirs(\n-    folder  # for models\n+    folder, exist_ok=True  # for models\n )\n"
+        + FIT,
+        "makedirs",
+    ),
+    "only rank 0 would leave the loop": (
+        FIT + " for epoch in x:\n     with open('log', 'a') as file:\n         file.write('a')\n"
+        "         if epoch > 3:\n             break\n",
+        "write",
+    ),
+    "only rank 0 would know a name": (
+        FIT
+        + " print(last := len(x))\n with open('log', 'w') as file:\n     import json\n"
+        " with open('log', 'w') as file:\n     for last in x:\n         file.write(last)\n print(last)\n".replace(
+            " print(last)", "-print(last)\n+if npu.distribute.is_main():\n+    print(last)"
+        ),
+        "write",
+    ),
+    "only rank 0 would draw": (FIT + " print(np.random.rand())\n", "fit"),
+    "a loop of a file": (
+        FIT + "-with open('log', 'w') as file:\n-    for row in x:\n-        file.write(row)\n"
+        "+if npu.distribute.is_main():\n+    with open('log', 'w') as file:\n"
+        "+        for row in x:\n+            file.write(row)\n"
+        " for row in x:\n     step(row)\n",
+        "write",
+    ),
+    "a method of the script saves": (
+        " class Trainer:\n     def __init__(self, net):\n         self.net = net\n"
+        "     def save(self, path):\n-        self.net.save(path)\n"
+        "+        if npu.distribute.is_main():\n+            self.net.save(path)\n"
+        "+        npu.distribute.barrier()\n         self.best = path\n"
+        f" trainer = Trainer(tf.keras.Sequential([]))\n{FIT} trainer.save('a')\n tf.keras.models.load_model('a')\n",
+        "save",
+    ),
+    "a model of the script saves": (
+        " class Net(tf.keras.Model):\n     def save(self, path):\n-        super().save(path)\n"
+        "+        if npu.distribute.is_main():\n+            super().save(path)\n"
+        f" net = Net()\n{FIT} net.save('a')\n",
+        "save",
+    ),
+    "a function of the script prints": (
+        " class Total:\n     def result(self):\n         return strategy.reduce(1)\n"
+        f"{FIT} print(Total().result())\n",
+        "fit",
+    ),
+    "a manager restores before it saves": (
+        " manager = tf.train.CheckpointManager(checkpoint, 'a', 3)\n"
+        f" checkpoint.restore(manager.latest_checkpoint)\n{FIT}"
+        "-manager.save()\n+if npu.distribute.is_main():\n+    manager.save()\n",
+        "save",
+    ),
+    "a manager restores in the loop in which it saves": (
+        " manager = tf.train.CheckpointManager(checkpoint, 'a', 3)\n model.compile()\n for x in y:\n"
+        "     manager.restore_or_initialize()\n     model.fit(x)\n     manager.save()\n",
+        "checkpoint manager",
+    ),
     "the loop itself draws": (
         f" batch_size = 32\n{VARIABLE}{STEP}"
         + (MAKE_DATA + BROADCAST).replace("32", "batch_size")
@@ -307,6 +365,24 @@ def test_seen_in_scripts(name: str) -> None:
     assert rule in {finding.rule for finding in findings}
 
 
+INTRODUCTIONS = {
+    "raw text": 'r"""Trains.\n\n  train.py \\\\\n"""\nfrom __future__ import division\nimport tensorflow as tf\n',
+    "parts": '"Trains" " a model."\nfrom __future__ import division\nimport tensorflow as tf\n',
+    "a form feed": '"""Trains."""\nimport os\n\f\nos.environ["KEY"] = "1"\nx = 1\n',
+    "text between imports": 'import os\n"""A string."""\nimport tensorflow as tf\n',
+}
+
+
+@pytest.mark.parametrize("name", INTRODUCTIONS)
+def test_the_job_opens_below_the_introduction(name: str) -> None:
+    introduction = INTRODUCTIONS[name].removesuffix("x = 1\n")
+    before, after = sides(FIT)
+    new_lines = OPEN.replace("+", "")
+    ported, _ = port(introduction + before)
+    assert ported == introduction + new_lines + after
+    compile(ported, name, "exec", dont_inherit=True)
+
+
 BAD = {
     "line.py": ('model.compile("sgd"); model.fit(x)\n', "line of its own"),
     "suite.py": ('for m in models: m.compile("sgd"); m.fit(x)\n', "line of its own"),
@@ -315,6 +391,7 @@ BAD = {
         "session = tf.Session()\nsession.run(tf.global_variables_initializer()); session.run(train)\n",
         "line of its own",
     ),
+    "outside.py": ("import tensorflow\nmodel.compile()\nreturn\n", "a syntax error"),
     "syntax.py": ("import tensorflow\nmodel.fit(x\n", "a syntax error"),
     "old.py": ('import tensorflow\nprint "loss"\nmodel.fit(x)\n', "2to3"),
     "cells.py": ("import tensorflow\n%matplotlib inline\nmodel.fit(x)\n", "IPython"),

@@ -172,16 +172,24 @@ class _Changer(cst.CSTTransformer):
 
     def _replacement(self, original: Any, updated: Any) -> Any:
         """Return the nodes that replace one, whose own parts may have been changed before."""
-        code = cst.Module([]).code_for_node(updated)
-        code = code.strip().rstrip(",")
-        code = self._completed(self._replaced[original].replace("{}", code))
+        plain = updated
         if isinstance(original, cst.Arg):
-            arguments = list(cst.parse_expression(f"_({code})").args)
-            arguments[-1] = arguments[-1].with_changes(comma=updated.comma)
-            return cst.FlattenSentinel(arguments)
+            # Comments stand behind an argument, or in its comma.
+            plain = updated.with_changes(
+                comma=cst.MaybeSentinel.DEFAULT, whitespace_after_arg=cst.SimpleWhitespace("")
+            )
+        code = cst.Module([]).code_for_node(plain).strip()
+        code = self._completed(self._replaced[original].replace("{}", code))
         if isinstance(original, (cst.Import, cst.ImportFrom)):
             return cst.parse_statement(code).body[0]
-        return cst.parse_expression(code)
+        arguments = list(cst.parse_expression(f"_({code})").args)
+        # In a call, an expression may go over several lines.
+        if not isinstance(original, cst.Arg):
+            return arguments[0].value
+        arguments[-1] = arguments[-1].with_changes(
+            comma=updated.comma, whitespace_after_arg=updated.whitespace_after_arg
+        )
+        return cst.FlattenSentinel(arguments)
 
     def _completed(self, code: str) -> str:
         """Return new code with the expressions that have moved into it."""

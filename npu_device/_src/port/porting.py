@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import tokenize
+import warnings
 from collections.abc import Collection, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 import libcst as cst
 
-from npu_device._src.port.nodes import argument, dotted, method, walk
+from npu_device._src.port.nodes import DEFINITIONS, argument, dotted, method, walk
 from npu_device._src.port.port import DONE, NOTE, OPEN, Finding, Port, Refused
 from npu_device._src.port.rules import RULES, WORDS_BY_TOPIC, PortingRule
 from npu_device._src.port.version_1 import (
@@ -23,7 +24,7 @@ from npu_device._src.port.version_1 import (
     port_strategies,
     uses_strategy,
 )
-from npu_device._src.port.version_2 import port_loops, replicate_models
+from npu_device._src.port.version_2 import MODEL_CLASSES, is_model, port_loops, replicate_models
 
 _OWN_IMPORT = re.compile(r"^\s*(import|from)\s+(npu_device|npu_bridge|hccl)\b", re.M)
 _TRAINS = re.compile(
@@ -43,7 +44,11 @@ _MAIN = "if npu.distribute.is_main()"
 _READS = re.compile(
     r"(^|\.)(load(?!_data\b)\w*|restore|latest_\w+|(im)?read\w*|open|\w*csv|\w*Dataset|list_files)$"
 )
-_KEEPS = (cst.Assign, cst.AnnAssign, cst.AugAssign, cst.Return, cst.Yield, cst.Await)
+_KEEPS = (
+    *(cst.Assign, cst.AnnAssign, cst.AugAssign, cst.NamedExpr, cst.Del, cst.Import, cst.ImportFrom),
+    *(cst.Return, cst.Break, cst.Continue, cst.Raise, cst.Yield, cst.Await, *DEFINITIONS),
+)
+"""What the other ranks would miss: a name, or where to go on."""
 
 
 class Source:
@@ -136,6 +141,7 @@ def port_text(
         # A file that doesn't train stays as it is: other scripts may use it.
         if port or port.is_open:
             guard_files(port)
+            _ask_about_managers(port)
     if distribution and distribution != _distribution(port, is_horovod):
         port.report(OPEN, "other distribution", port.module)
     # Half a ported script would train wrongly, so it is all or nothing.
@@ -145,10 +151,26 @@ def port_text(
         raise Refused("it uses the name npu, which this package is imported by. Rename it first")
     if not is_horovod:
         _open(port, is_entry)
-    ported = port.apply()
-    # A last check finds out whether the result is Python.
-    _parsed(ported)
-    return ported, port.findings
+    return _applied(port), port.findings
+
+
+def _applied(port: Port) -> str:
+    """Return the ported source, once it is known to be Python."""
+    try:
+        ported = port.apply()
+    except (cst.ParserSyntaxError, cst.CSTValidationError) as error:
+        raise Refused(
+            f"a change of the tool isn't Python, which is a defect of the tool: {error}"
+        ) from None
+    try:
+        with warnings.catch_warnings():
+            # Warnings are about strings of the script.
+            warnings.simplefilter("ignore")
+            compile(ported, "ported.py", "exec", dont_inherit=True)
+    # LibCST doesn't find all errors, such as a return outside of a function.
+    except SyntaxError as error:
+        raise Refused(f"a syntax error ({error.msg}) in: {(error.text or '').strip()}") from None
+    return ported
 
 
 def _distribution(port: Port, is_horovod: bool) -> str:
@@ -218,13 +240,23 @@ def _last_of_introduction(port: Port) -> Any:
     end = None
     for statement in port.module.body:
         code = "\n".join(port.lines[port.line(statement) - 1 :])
-        is_text = code[:1] in "\"'"
+        is_text = _is_text(statement)
         is_docstring = is_text and end is None
         if _BEFORE_OPEN.match(code) or _ONLY_IMPORTS.match(code) or is_docstring:
             end = statement
         elif not is_text and not _is_alias(port, statement):
             break
     return end
+
+
+def _is_text(statement: Any) -> bool:
+    """Return True for a string that stands alone, as a docstring does; it may be a raw one."""
+    if not isinstance(statement, cst.SimpleStatementLine):
+        return False
+    is_expression = isinstance(statement.body[0], cst.Expr)
+    return is_expression and isinstance(
+        statement.body[0].value, (cst.SimpleString, cst.ConcatenatedString)
+    )
 
 
 def _is_alias(port: Port, statement: Any) -> bool:
@@ -253,7 +285,8 @@ def _guard(port: Port, call: Any, action: str) -> bool:
         port.replace(call.args[-1], "{}, exist_ok=True")
         return True
     statement = _guardable(port, call)
-    if statement is None:
+    # What a function of the script writes is guarded there.
+    if statement is None or _may_be_own(port, call):
         return False
     if action == "first":
         port.guard(statement, _FIRST)
@@ -264,6 +297,49 @@ def _guard(port: Port, call: Any, action: str) -> bool:
     others_wait = action in ("save", "write") and _is_read(port, statement)
     port.guard(statement, _MAIN, others_wait)
     return True
+
+
+def _may_be_own(port: Port, call: Any) -> bool:
+    """Return True if a call may run a function of the script."""
+    functions = port.functions(call.func, call)
+    if not functions or not method(call):
+        return bool(functions)
+    receiver = call.func.value
+    if port.text(receiver) == "super()":
+        return False
+    # A model of the script may save in its own way.
+    if any(port.inherits(port.scope(function), MODEL_CLASSES) for function in functions):
+        return True
+    return not port.maker(receiver) and not is_model(port, receiver)
+
+
+def _ask_about_managers(port: Port) -> None:
+    """Ask where a checkpoint manager may restore what it has saved: only that of rank 0 knows of it."""
+    saves = [call for call in port.calls if method(call) == "save"]
+    for save in saves:
+        manager = save.func.value
+        if not port.maker(manager).endswith(".CheckpointManager"):
+            continue
+        for node in port.of(cst.Attribute):
+            is_read = node.attr.value in WORDS_BY_TOPIC["what a manager knows"]
+            if (
+                is_read
+                and port.text(node.value) == port.text(manager)
+                and _may_follow(port, node, save)
+            ):
+                port.report(OPEN, "checkpoint manager", node)
+
+
+def _may_follow(port: Port, node: Any, call: Any) -> bool:
+    """Return True unless a node is known to run before a call: further up, and in no loop with it."""
+    scope = port.scope(node)
+    if scope is not port.scope(call):
+        return not (isinstance(scope, cst.FunctionDef) and scope.name.value == "__init__")
+    around = set(port.around(call))
+    is_in_loop = any(
+        isinstance(outer, (cst.For, cst.While)) and outer in around for outer in port.around(node)
+    )
+    return is_in_loop or port.line(node) > port.line(call)
 
 
 def _rule(port: Port, call: Any) -> PortingRule | None:
@@ -332,13 +408,45 @@ def _is_plain(port: Port, statement: Any, call: Any) -> bool:
     if isinstance(statement, cst.With):
         harmless += WORDS_BY_TOPIC["harmless below an opened file"]
     for node in walk(statement):
-        # The other ranks may need a name that the statement assigns.
-        if isinstance(node, _KEEPS):
+        if isinstance(node, _KEEPS) or _binds_for_others(port, statement, node):
             return False
         if isinstance(node, cst.Call) and node is not call:
-            is_of_harmless_module = port.name(node.func).startswith(
-                WORDS_BY_TOPIC["harmless modules"]
-            )
+            name = port.name(node.func)
+            # All ranks draw, so that they go on to draw the same numbers.
+            if name.startswith("numpy.random.") or port.functions(node.func, node):
+                return False
+            is_of_harmless_module = name.startswith(WORDS_BY_TOPIC["harmless modules"])
             if not is_of_harmless_module and (method(node) or dotted(node.func)) not in harmless:
                 return False
     return True
+
+
+def _binds_for_others(port: Port, statement: Any, node: Any) -> bool:
+    """Return True if a loop or a context manager in a statement gives a name a value that is read after it."""
+    target = None
+    if isinstance(node, cst.For):
+        target = node.target
+    elif isinstance(node, cst.WithItem) and node.asname and node not in statement.items:
+        target = node.asname.name
+    if target is None:
+        return False
+    names = {inner.value for inner in walk(target) if isinstance(inner, cst.Name)}
+    end = max(port.line(inner) for inner in walk(statement) if isinstance(inner, cst.Name))
+    scope = port.scope(statement)
+    for inner in port.of(cst.Name):
+        is_later = port.line(inner) > end and port.scope(inner) is scope
+        if inner.value in names and is_later and not _is_bound_again(port, inner):
+            return True
+    return False
+
+
+def _is_bound_again(port: Port, name: Any) -> bool:
+    """Return True in a loop that gives a name its values."""
+    for outer in port.around(name):
+        is_loop = isinstance(outer, (cst.For, cst.CompFor))
+        if is_loop and any(
+            isinstance(inner, cst.Name) and inner.value == name.value
+            for inner in walk(outer.target)
+        ):
+            return True
+    return False

@@ -69,7 +69,8 @@ class Script:
         # The parser makes each node once: the copy that the wrapper would make is not needed.
         wrapper = MetadataWrapper(cst.parse_module(code), unsafe_skip_copy=True)
         self.module = wrapper.module
-        self.lines = code.splitlines()
+        # As LibCST counts them: a form feed doesn't end a line.
+        self.lines = re.split(r"\r\n|\r|\n", code)
         self._positions = wrapper.resolve(PositionProvider)
         self._parents = wrapper.resolve(ParentNodeProvider)
         self._qualified_names = wrapper.resolve(QualifiedNameProvider)
@@ -280,8 +281,8 @@ class Script:
         arguments = []
         for call in self.calls:
             if function in self.callees(call):
-                # The first parameter of a method is the object itself.
-                is_bound = is_method and bool(method(call))
+                # The first parameter of a method is the object itself, also where a class is called.
+                is_bound = is_method and (bool(method(call)) or function.name.value == "__init__")
                 arguments.append(argument(call, name, index - is_bound))
         # A call that leaves a default passes nothing.
         return [passed for passed in arguments if passed is not None]

@@ -16,7 +16,7 @@ from npu_device._src.port.rules import WORDS_BY_TOPIC
 from npu_device._src.port.scaling import Scale, counts_replicas, scaling
 from npu_device._src.port.script import BLOCKS, Assignment
 
-_MODEL_CLASSES = ("Model", "Sequential")
+MODEL_CLASSES = ("Model", "Sequential")
 _DRAWS = re.compile(r"dropout\w*[(=]|GaussianNoise\(|(normal|uniform)\([^)]*\bshape\(", re.I)
 
 
@@ -162,7 +162,7 @@ def _trainee(port: Port, node: Any, depth: int = 0) -> _Trainee:
         if name:
             return _model_or_other(name.startswith(WORDS_BY_TOPIC["makers of models"]))
         if class_name in port.classes:
-            return _model_or_other(port.inherits(port.classes[class_name], _MODEL_CLASSES))
+            return _model_or_other(port.inherits(port.classes[class_name], MODEL_CLASSES))
         bodies = [function.body for function in port.callees(node)]
         if any(method(inner) == "compile" for body in bodies for inner in walk(body)):
             return _Trainee.COMPILED
@@ -173,6 +173,11 @@ def _trainee(port: Port, node: Any, depth: int = 0) -> _Trainee:
             if trainee is not _Trainee.UNKNOWN:
                 return trainee
     return _Trainee.UNKNOWN
+
+
+def is_model(port: Port, node: Any) -> bool:
+    """Return True if a value is known to be a Keras model."""
+    return _trainee(port, node) in (_Trainee.MODEL, _Trainee.COMPILED)
 
 
 def _model_or_other(is_model: bool) -> _Trainee:
@@ -235,7 +240,7 @@ def _is_of_keras(port: Port, call: Any) -> bool:
         if port.inherits(owner, ("Optimizer",)):
             return True
         # fit calls the train step, and replicate reduces its gradients.
-        if "train_step" in methods and port.inherits(owner, _MODEL_CLASSES):
+        if "train_step" in methods and port.inherits(owner, MODEL_CLASSES):
             return True
     return False
 
