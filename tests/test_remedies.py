@@ -682,6 +682,7 @@ LOOPS: dict[str, list[str]] = {
     ],
     "different updates": [_loop("different updates", optimizer="AdamW(0.1, weight_decay=0.2)")],
     "unknown": [_loop("unknown", loss=_COMPARED.replace("z", "npu.distribute.all_gather(z)"))],
+    "fewer steps": [_loop("fewer steps", data=_DATA + "\ndataset = dataset.take(2)")],
     "metric of sums": [_fit(test_verify.OWN_METRIC.replace("tf.reduce_sum(z)", "z"))],
     "different logs": [
         _fit(test_verify.LOCAL_LOG.replace("tf.reduce_max(z)", "tf.reduce_mean(z)")),

@@ -147,7 +147,13 @@ WRONG: dict[str, dict[str, str]] = {
     "other variables": {
         "reduce": RIGHT["reduce"] + "\n    if size > 1:\n        gradients = gradients[:2]"
     },
+    "not repeatable, from the start": {
+        "start": "model.layers[0].kernel.assign(np.random.default_rng().normal(size=[4, 3]))\n"
+        + RIGHT["start"]
+    },
+    "fewer steps": {"data": RIGHT["data"] + "\ndataset = dataset.take(2 // size)"},
 }
+NOT_COMPARABLE = ("random numbers", "fewer steps")
 SAID = {
     "global batch size": "compute_average_loss",
     "add_loss per sample": "add_loss",
@@ -177,16 +183,26 @@ def verified(
 
 
 def judged(
-    directory: Path, source: str, sizes: list[int], keras: str, steps: int, **options: bool
+    directory: Path,
+    source: str,
+    sizes: list[int],
+    keras: str,
+    steps: int,
+    rank_seconds: float = 0.0,
+    **options: bool,
 ) -> Verdict:
-    """Run a script in forks of a process that has imported TensorFlow, and return the verdict."""
+    """Run a script in forks of a process that has imported TensorFlow, and return the verdict.
+
+    Ranks are waited for so many seconds after their first step, by default as for users.
+    """
     path = directory / "script.py"
     path.write_text(source)
     start = PlannedProcess(str(directory / "runs"), steps, **options)
     settings = json.dumps({**asdict(start), "sizes": sizes})
-    runner = (
-        f"from npu_device._src.verify import runner; runner.main([{settings!r}, {str(path)!r}])"
-    )
+    runner = "from npu_device._src.verify import runner\n"
+    if rank_seconds:
+        runner += f"runner._MOST_TIMES_SLOWER, runner.RECORDS_SECONDS = 0, {rank_seconds}\n"
+    runner += f"runner.main([{settings!r}, {str(path)!r}])"
     variables = {"TF_USE_LEGACY_KERAS": "1" if keras == "2" else "0"}
     variables["NPU_DEVICE_UNEQUAL_START"] = "ignore"  # else it is made right
     (directory / "runs").mkdir()
@@ -210,7 +226,7 @@ def test_causes_in_a_loop(kind: str, tmp_path: Path) -> None:
     )
     source = source.replace("seed=1", "" if seed == "none" else "seed=1")
     verdict = verified(tmp_path, source, cause, list(WRONG).index(kind))
-    assert verdict.code == (0 if not cause else 3 if cause == "random numbers" else 1)
+    assert verdict.code == (0 if not cause else 3 if cause in NOT_COMPARABLE else 1)
     assert not list(tmp_path.glob("*.txt")) and all(
         line.split()[2] == "12" for line in verdict.table
     )
@@ -477,6 +493,7 @@ def test_samples_that_differ_only_by_rounding_before_a_deviation_are_no_cause() 
 _FAIL_AFTER_ONE_STEP = """
     if size == 2 and int(optimizer.iterations) == 1:
         raise KeyError("two")"""
+_ONE_PROCESS_FAILS = "assert size > 1"
 FAILURES: dict[str, dict[str, str]] = {
     # 3 ranks were only tried.
     "": {"data": "assert 16 % size == 0, 'batch'\n" + RIGHT["data"].replace("12", "16")},
@@ -494,24 +511,41 @@ samples = x
 model = tf.keras.Sequential([tf.keras.layers.Lambda(refuse_changed), tf.keras.layers.Dense(1)])""",
         "reduce": RIGHT["reduce"] + _FAIL_AFTER_ONE_STEP,
     },
+    # The single process fails after its steps, and the ranks fail otherwise, or hang.
+    "failed, before one process": {
+        "reduce": RIGHT["reduce"] + _FAIL_AFTER_ONE_STEP,
+        "end": _ONE_PROCESS_FAILS,
+    },
+    "failed, by a hang": {
+        "reduce": RIGHT["reduce"]
+        + """
+    while rank and int(optimizer.iterations) == 1:
+        import time; time.sleep(1)""",
+        "end": _ONE_PROCESS_FAILS,
+    },
 }
 SAID_OF_FAILURES = {
     "": "3 ranks: as 3 ranks, the script failed with exit code 1. The end of its output:",
     "mean summed": "what follows an error: as 2 ranks, the script failed",
     "failed": "what follows an error: as one process with perturbed inputs, the script failed",
+    "failed, before one process": "2 ranks made 1 of its 2 steps.",
+    "failed, by a hang": "2 ranks made 1 of its 2 steps.",
 }
 
 
-@pytest.mark.parametrize("cause", list(FAILURES))
-def test_failures_hide_no_verdict(cause: str, tmp_path: Path) -> None:
-    source = LOOP.format(**{**RIGHT, **FAILURES[cause]})
+@pytest.mark.parametrize("kind", list(FAILURES))
+def test_failures_hide_no_verdict(kind: str, tmp_path: Path) -> None:
+    cause = kind.partition(",")[0]
+    source = LOOP.format(**{**RIGHT, **FAILURES[kind]}) + FAILURES[kind].get("end", "")
     sizes = [2] if cause == "failed" else [2, 3]
-    verdict = judged(tmp_path, source, sizes, "3", steps=2)
+    rank_seconds = 5.0 if "hang" in kind else 0.0
+    verdict = judged(tmp_path, source, sizes, "3", 2, rank_seconds)
     assert verdict.cause == cause, report.text(verdict)
     assert verdict.code == {"": 0, "mean summed": 1, "failed": 3}[cause]
-    assert any(SAID_OF_FAILURES[cause] in missed for missed in verdict.missed), verdict.missed
+    assert any(SAID_OF_FAILURES[kind] in missed for missed in verdict.missed), verdict.missed
     assert (verdict.ranks == 3) == (cause == "mean summed")
-    assert ("as 2 ranks, the script failed" in verdict.text) == (cause == "failed")
+    how = "made no further step within" if "hang" in kind else "failed"
+    assert (f"as 2 ranks, the script {how}" in verdict.text) == (cause == "failed")
 
 
 @pytest.mark.full

@@ -21,6 +21,9 @@ TEXTS = dict(re.findall(r"^### (.+?)\n\n(.+?)(?=\n### |\Z)", PAGE, flags=re.M | 
 
 RANDOM = "random numbers"
 NO_CALL = "script does not use npu_device"
+FEWER_STEPS = (
+    "fewer steps"  # recognized by ``verdict.py``, since a run has only the steps that all have made
+)
 
 Where = Optional[str]
 """The place of a cause in the script; "" if there is none to name, None if the run doesn't show the cause."""
@@ -316,11 +319,11 @@ def cause_of(run: ComparedRun) -> tuple[str, str]:
     for name, cause in causes:
         where = cause(run)
         if where is not None:
-            return name, _text(name, run, where)
+            return name, text_of(name, run, where)
     return "", ""
 
 
-def _text(name: str, run: ComparedRun, where: str) -> str:
+def text_of(name: str, run: ComparedRun, where: str) -> str:
     """Return the section of a cause without its example, as paragraphs of one line."""
     section = re.sub(r"```python.+?```\n\n|`", "", TEXTS[name].strip(), flags=re.S)
     text = "\n".join(" ".join(paragraph.split()) for paragraph in section.split("\n\n"))

@@ -64,14 +64,8 @@ def _wait(running: dict[int, PlannedProcess], requested_ranks: int, single_secon
     if single_seconds:
         deadline = began + max(_MOST_TIMES_SLOWER * single_seconds, RECORDS_SECONDS)
     while not are_done(running.values()):
-        if time.monotonic() > deadline:
-            without_steps = [each for each in running.values() if not compare.exists(each.folder)]
-            if not without_steps:
-                break
-            # Ranks for which the user has asked are waited for until ``npurun verify`` ends everything.
-            if without_steps[0].ranks > requested_ranks:
-                _keep_failure(without_steps[0], f"made no step within {deadline - began:.0f} s")
-                break
+        if time.monotonic() > deadline and _give_up(running, requested_ranks, deadline - began):
+            break
         end = next_end(running)
         if end is None:
             continue
@@ -95,6 +89,24 @@ def _wait(running: dict[int, PlannedProcess], requested_ranks: int, single_secon
             deadline = min(deadline, time.monotonic() + OTHERS_FAIL_SECONDS)
         # Other processes go as far as this one, and look for this file to know how far that is.
         (process.folder / DONE).touch()
+
+
+def _give_up(running: dict[int, PlannedProcess], requested_ranks: int, seconds: float) -> bool:
+    """Keep what processes lack that have run too long; return False if they are to be waited for nevertheless."""
+    late = [process for process in running.values() if not (process.folder / DONE).exists()]
+    without_steps = [process for process in late if not compare.exists(process.folder)]
+    ranks = max(process.ranks for process in running.values())
+    if without_steps:
+        # Ranks for which the user has asked are waited for until ``npurun verify`` ends everything.
+        if ranks > requested_ranks:
+            _keep_failure(without_steps[0], f"made no step within {seconds:.0f} s")
+        return ranks > requested_ranks
+    for process in late:
+        if ranks == requested_ranks:
+            _keep_failure(process, f"made no further step within {seconds:.0f} s")
+        # The single process whose twin has failed: ranks look for this file to know how far it is.
+        (process.folder / DONE).touch()
+    return True
 
 
 def _keep_failure(process: PlannedProcess, how: str) -> None:

@@ -69,7 +69,8 @@ def judge(runs: Sequence[Sequence[PlannedProcess]]) -> Verdict:
     verdict = Verdict(SAME, "", "")
     notes = _notes_of_script(single, runs[0][0].replicates)
     missed = _missed(single, runs[0])
-    failures = []
+    single_fails = bool(_failure(runs[0][:1]))
+    incomplete: list[tuple[ComparedRun, str, str]] = []  # runs, each with a cause and its text
     for processes in runs[1:]:
         size = len(processes)
         failure = _failure(processes)
@@ -84,13 +85,15 @@ def judge(runs: Sequence[Sequence[PlannedProcess]]) -> Verdict:
                     f"{size} ranks were left out: the global batch size can't be divided by {size}."
                 )
             continue
+        unfinished: dict[str, bool] = {}
         if records[0].by_horovod:
             # Other notes are on what is compared with one process.
             notes = [_HOROVOD]
             run = _run_with_horovod(records)
         else:
             run = _run_with_single(single, perturbed, records)
-            missed += _missed_by_ranks(single, records)
+            unfinished = _missed_by_ranks(single, records)
+            missed += unfinished
         cause, explanation = causes.cause_of(run)
         notes += _notes_of_run(run, cause)
         verdict.table += _table(run)
@@ -98,18 +101,26 @@ def judge(runs: Sequence[Sequence[PlannedProcess]]) -> Verdict:
         # The smallest number of ranks that differs has the verdict; more ranks differ for the same reason.
         if cause and not verdict.cause:
             verdict = _verdict_on(run, cause, explanation, verdict.table)
-        # If one process fails, too, it is the script's own error.
-        if failure and not _failure(runs[0][:1]):
-            failures.append((run, failure))
-    if failures:
-        run, failure = failures[0]
-        if verdict.cause:
-            # A cause says more than an error, which may follow from it.
+        unintended = " ".join(text for text, is_meant in unfinished.items() if not is_meant)
+        # If one process fails, too, it is the script's own error, unless the ranks haven't come as far.
+        if failure and (unfinished or not single_fails):
+            incomplete.append((run, _FAILED, failure))
+        elif failure and records[0].by_horovod:
+            # With Horovod's names, ranks may have fewer steps to make.
             missed.append(f"what follows an error: {failure}")
-        else:
-            # The rank may have failed after steps that are as in one process: comparing alone would praise it.
-            explanation = f"{failure}\nBefore that, {_sameness(run.single)}"
-            verdict = Verdict(NOT_COMPARABLE, _FAILED, explanation, verdict.table, ranks=run.size)
+        elif unintended and processes is runs[1]:
+            # Ranks that are only tried may make fewer steps.
+            explanation = causes.text_of(causes.FEWER_STEPS, run, unintended)
+            incomplete.append((run, causes.FEWER_STEPS, explanation))
+    if incomplete:
+        run, cause, explanation = incomplete[0]
+        if not verdict.cause:
+            # The steps that all have made may be as in one process: comparing alone would praise the script.
+            explanation = f"{explanation}\nBefore that, {_sameness(run.single)}"
+            verdict = Verdict(NOT_COMPARABLE, cause, explanation, verdict.table, ranks=run.size)
+        elif cause == _FAILED:
+            # A cause says more than an error, which may follow from it.
+            missed.append(f"what follows an error: {explanation}")
     verdict.notes = list(dict.fromkeys(notes))
     verdict.missed = list(dict.fromkeys(missed))
     return verdict
@@ -201,16 +212,16 @@ def _missed_beside_steps(single: Record) -> list[str]:
     return missed
 
 
-def _missed_by_ranks(single: Record, records: Sequence[Record]) -> list[str]:
-    """Return what the ranks haven't reached, unlike the single process."""
-    common = compare.aligned([single, *records])[0]
-    reached = Counter(_phases(common))
-    missed = []
+def _missed_by_ranks(single: Record, records: Sequence[Record]) -> dict[str, bool]:
+    """Return what ranks haven't reached, unlike the single process; True for what is left to one rank on purpose."""
+    reached = [_phases(compare.aligned([single, record])[0]) for record in records]
+    missed = {}
     for phase, count in _phases(single).items():
-        if reached[phase] < count:
-            missed.append(
-                f"{phase}: {len(records)} ranks made {reached[phase]} of its {count} steps."
-            )
+        steps = [of_rank.get(phase, 0) for of_rank in reached]
+        if min(steps) < count:
+            text = f"{phase}: {len(records)} ranks made {min(steps)} of its {count} steps."
+            # A phase that some ranks make and others don't even begin.
+            missed[text] = set(steps) == {0, count}
     return missed
 
 
