@@ -632,6 +632,13 @@ LOOPS: dict[str, list[str]] = {
         ),
     ],
     "updates differ per rank": [_loop("updates differ per rank", optimizer="SGD(0.1)")],
+    "not repeatable": [
+        _loop(
+            "not repeatable",
+            data=test_verify.WRONG["not repeatable"]["data"].replace("rng()", "rng(1)"),
+            reduce=_REDUCED,
+        )
+    ],
     "same samples": [_loop("same samples", data=_DATA)],
     "random numbers": [
         _loop(

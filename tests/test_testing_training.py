@@ -115,6 +115,14 @@ def mixing_loss(y: Any, predicted: Any) -> Any:
     return tf.square(tf.reduce_mean(predicted - y, axis=0, keepdims=True)) + 0 * predicted
 
 
+NUMBERS = np.random.default_rng(0)
+
+
+def other_data_each_time() -> tf.data.Dataset:
+    x = NUMBERS.normal(size=[24, 3]).astype(np.float32)
+    return tf.data.Dataset.from_tensor_slices((x, x[:, :1])).batch(12)
+
+
 def make_callbacks() -> list[Any]:
     return [tf.keras.callbacks.EarlyStopping("loss", patience=0, min_delta=0.2)]
 
@@ -132,3 +140,7 @@ def test_a_training_on_ranks_is_that_of_one_process() -> None:
     )
     with pytest.raises(AssertionError, match=says):
         equal(partial(make_model, mixing_loss), data, ranks=[2], epochs=1)
+    # Differences of any size would be rounding.
+    says = "(?s)gets different numbers.*What to do: give each random generator a seed"
+    with pytest.raises(AssertionError, match=says):
+        equal(partial(make_model, mixing_loss), other_data_each_time, ranks=[2], epochs=1)

@@ -152,8 +152,19 @@ WRONG: dict[str, dict[str, str]] = {
         + RIGHT["start"]
     },
     "fewer steps": {"data": RIGHT["data"] + "\ndataset = dataset.take(2 // size)"},
+    "different starts, unseeded": {
+        "start": "model.layers[0].kernel.assign(np.random.default_rng().normal(size=[4, 3]))"
+    },
+    "not repeatable": {
+        "data": """
+order = np.random.default_rng().permutation(48)
+dataset = tf.data.Dataset.from_tensor_slices((x[order], y[order]))
+"""
+        + RIGHT["data"],
+        "reduce": 'gradients = npu.distribute.all_reduce(gradients, "sum")',
+    },
 }
-NOT_COMPARABLE = ("random numbers", "fewer steps")
+NOT_COMPARABLE = ("random numbers", "fewer steps", "not repeatable")
 SAID = {
     "global batch size": "compute_average_loss",
     "add_loss per sample": "add_loss",
@@ -408,6 +419,62 @@ def test_causes_in_scripts_of_horovod(name: str, tmp_path: Path) -> None:
     assert verdict.code == (1 if cause else 0)
     assert any("compared with each other only" in note for note in verdict.notes)
     assert any("all ranks read the same samples" in note for note in verdict.notes) == bool(cause)
+
+
+def record_of(
+    changes: list[float], samples: list[int | None], start: float = 1.0
+) -> compare.Record:
+    """Return a record of steps whose gradients are changed by so much of their norm, and have such a sample."""
+    steps = []
+    for number, (change, sample) in enumerate(zip(changes, samples), start=1):
+        gradients = np.full([3, compare.PROJECTIONS], 1 + change)
+        weights = np.full([3, compare.PROJECTIONS], start)
+        rows = Counter([] if sample is None else [sample])
+        steps.append(compare.RecordedStep("o", number, "O", list("abc"), gradients, weights, rows))
+    return compare.Record(steps, joined=True)
+
+
+@pytest.mark.parametrize(
+    ("twin", "samples", "expected"),
+    [
+        (
+            record_of([0.2, 0.2], [5, 6]),
+            [1, 2],
+            "in step 1, the second run reads different samples",
+        ),
+        (
+            record_of([0.0, 0.2], [1, 6]),
+            [1, 2],
+            "in step 2, the second run reads different samples",
+        ),
+        # Samples that a model has made are rounded, and rounding grows.
+        (record_of([1e-6, 1e-4, 0.2], [1, 6, 7]), [1, 2, 3], None),
+        (record_of([1e-6, 0.2], [1, 2]), [1, 2], None),
+        # The model itself moves them so far.
+        (record_of([0.2, 0.2], [1, 2]), [1, 2], None),
+        (
+            record_of([0.2], [1], start=2.0),
+            [1],
+            "in step 1, the second run begins with different variables",
+        ),
+        (record_of([1e-6], [1], start=2.0), [1], None),
+        (
+            record_of([0.2], [None]),
+            [None],
+            "in step 1, the second run computes different gradients",
+        ),
+        (record_of([1e-4, 0.2], [None, None]), [None, None], None),
+    ],
+)
+def test_a_process_that_does_not_repeat_itself(
+    twin: compare.Record, samples: list[int | None], expected: str | None
+) -> None:
+    single = record_of([0.0] * len(samples), samples)
+    run = ComparedRun(single, twin, [single])
+    assert run.not_repeated() == expected
+    assert causes.cause_of(run)[0] == ("not repeatable" if expected else "")
+    lost = run.lost_in_rounding()
+    assert bool(lost) == any(np.any(step.gradients > 1.1) for step in twin.steps)
 
 
 def test_ranks_with_other_variables_have_no_average() -> None:

@@ -220,10 +220,7 @@ def compare(single: Record, perturbed: Record, rank: Record) -> list[Deviation]:
     for number, steps in enumerate(zip(*(record.steps for record in records)), start=1):
         step = steps[0]
         trained = step.trained
-        tolerance = _TOLERANCE
-        if not step.rows or single.by_horovod:
-            tolerance = _TOLERANCE_UNPERTURBED
-        tolerance = max(tolerance, single.last_bit)
+        tolerance = _tolerance(single, step)
         gradients = Triple(*(recorded.gradients for recorded in steps))
         changes = _changes(gradients)
         allowed = tolerance + _rounding_of_most(changes, tolerance)
@@ -233,6 +230,35 @@ def compare(single: Record, perturbed: Record, rank: Record) -> list[Deviation]:
         states = Triple(*(recorded.weights[trained:] for recorded in steps))
         deviations += _deviations(number, STATE, step.names[trained:], states, tolerance)
     return deviations
+
+
+def _tolerance(record: Record, step: RecordedStep) -> float:
+    """Return the part of the norm of a tensor that it may differ by, besides what perturbed inputs do."""
+    tolerance = _TOLERANCE
+    if not step.rows or record.by_horovod:
+        tolerance = _TOLERANCE_UNPERTURBED
+    return max(tolerance, record.last_bit)
+
+
+def _most_rounding(tolerance: float) -> float:
+    """Return the relative change of a tensor from which on it is rounding altogether, or another tensor."""
+    return max(_ALL_ROUNDING, TIMES_ROUNDING * tolerance)
+
+
+def typical_change(step: RecordedStep, repeat: RecordedStep) -> float:
+    """Return how far a repeat of a step moves its gradients, relative to their norms: the median of those it moves."""
+    changes = _changes(Triple(step.gradients, repeat.gradients, None))
+    moved = changes[changes > 0]
+    if not len(moved):
+        return 0.0
+    return float(np.median(moved))
+
+
+def is_repeated(record: Record, step: RecordedStep, repeat: RecordedStep) -> bool:
+    """Return True if rounding explains what a repeat of a step does to most of its gradients."""
+    if step.trained != repeat.trained:
+        return False
+    return typical_change(step, repeat) <= _most_rounding(_tolerance(record, step))
 
 
 def _deviations_of_updates(
@@ -293,7 +319,7 @@ def _rounding_of_most(changes: np.ndarray, tolerance: float) -> float:
     shows. What is rounding altogether, such as the gradient of a bias before batch normalization, has a large
     tolerance itself, and says nothing of the other variables.
     """
-    partial = changes[changes < max(_ALL_ROUNDING, TIMES_ROUNDING * tolerance)]
+    partial = changes[changes < _most_rounding(tolerance)]
     if not len(partial):
         return 0.0
     return TIMES_ROUNDING * float(np.quantile(partial, _MAJORITY, method="lower"))

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from npu_device._src.comparison.compare import Deviation, Triple, deviation
+from npu_device._src.comparison.compare import Deviation, Triple, deviation, equal
 from npu_device._src.testing.run import run
 
 _SEED = 20201
@@ -83,6 +83,8 @@ class _Training:
     weights: list[dict[str, Any]] = field(default_factory=list)
     logs: list[dict[str, Any]] = field(default_factory=list)
     decisions: dict[str, Any] = field(default_factory=dict)
+    # Projections of the first weights, and of what a function returns as data.
+    given: Any = None
 
 
 def equal_to_one_process(
@@ -112,7 +114,8 @@ def equal_to_one_process(
         **options: of ``testing.run``: ``keras``, ``environment``, ``limit``.
 
     Raises:
-        AssertionError: the ranks don't train as one process does. The text tells where they diverge first.
+        AssertionError: the ranks don't train as one process does, and the text tells where they diverge first; or one
+            process that makes model and data twice gets different numbers.
         RankError: a training fails.
     """
     settings = {"batch_size": batch_size, "epochs": epochs}
@@ -120,6 +123,11 @@ def equal_to_one_process(
     # The reference and its twin tell what rounding does to this model.
     [reference] = train(False, ranks=1)
     [noisy] = train(True, ranks=1)
+    if not equal(reference.given, noisy.given):
+        raise AssertionError(
+            "one process that makes the model and the data twice gets different numbers, so nothing can be compared.\n"
+            "What to do: give each random generator a seed, such as np.random.default_rng(1)."
+        )
     for size in ranks:
         # All ranks have the same weights, which ``_train`` checks.
         training = train(False, ranks=size)[0]
@@ -187,6 +195,7 @@ def _train(
 
     from npu_device._src.comparison.noise import changed
     from npu_device._src.training.fit.replica import replicate
+    from npu_device._src.verify.projections import projected
 
     keras: Any = tf.keras
     # Seeded, so that weights begin alike in each process.
@@ -204,12 +213,14 @@ def _train(
         if make_callbacks:
             callbacks = list(make_callbacks())
 
+        weights = model.get_weights()
+
         def change(array: Any) -> Any:
             return changed(tf.constant(array)).numpy()
 
         # What this moves is rounding.
         if is_noisy:
-            model.set_weights([change(weight) for weight in model.get_weights()])
+            model.set_weights([change(weight) for weight in weights])
             if not callable(data):
                 arguments[0] = tf.nest.map_structure(change, arguments[0])
 
@@ -226,6 +237,8 @@ def _train(
 
         recorder = keras.callbacks.LambdaCallback(on_epoch_end=record)
         model.fit(*arguments, callbacks=[*callbacks, recorder], **options)
+    arrays = map(np.asarray, [*weights, *_made_by(data)])
+    training.given = projected([array for array in arrays if array.dtype.kind in "fiu"])
     training.decisions["number of epochs"] = len(training.logs)
     for callback in callbacks:
         for name, setting in vars(callback).items():
@@ -234,6 +247,19 @@ def _train(
                 training.decisions[f"{type(callback).__name__}.{name}"] = setting
     same_on_all_ranks(training.weights)
     return training
+
+
+def _made_by(data: Any) -> list:
+    """Return the numbers of the dataset that a function makes; nothing for arrays, which every process has."""
+    import tensorflow as tf
+
+    if not callable(data):
+        return []
+    # Made anew, since the data of the training may be read once only.
+    dataset = data()
+    if not isinstance(dataset, tf.data.Dataset):
+        return []
+    return tf.nest.flatten(list(dataset), expand_composites=True)
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ TEXTS = dict(re.findall(r"^### (.+?)\n\n(.+?)(?=\n### |\Z)", PAGE, flags=re.M | 
 """The sections of ``causes.md``: what a cause means, with an example, and what to do."""
 
 RANDOM = "random numbers"
+NOT_REPEATABLE = "not repeatable"
 NO_CALL = "script does not use npu_device"
 FEWER_STEPS = (
     "fewer steps"  # recognized by ``verdict.py``, since a run has only the steps that all have made
@@ -57,6 +58,9 @@ def other_variables(run: ComparedRun) -> Where:
 
 def adapted_to_a_part(run: ComparedRun) -> Where:
     """Return the call of ``adapt`` that has seen different data in one process or on a rank."""
+    # Data may differ each time that the script runs.
+    if run.not_repeated():
+        return None
     return _call_with_different_outcomes(topics.ADAPTED, [run.single, *run.ranks])
 
 
@@ -76,8 +80,8 @@ def different_seeds(run: ComparedRun) -> Where:
 def different_starts(run: ComparedRun) -> Where:
     """Return the phase that ranks begin with different variables, rank 0 with those of one process."""
     step = run.different_start()
-    # Where rank 0 differs from one process, too, something has set the variables.
-    if step is None or step.moved_variables():
+    # Where rank 0 differs from one process, too, something has set the variables, or they differ each time.
+    if step is None or (step.moved_variables() and not run.not_repeated()):
         return None
     return step.single.phase
 
@@ -124,6 +128,11 @@ def updates_differ(run: ComparedRun) -> Where:
     if any(step.ranks_differ("weights") for step in steps):
         return run.phase
     return None
+
+
+def not_repeatable(run: ComparedRun) -> Where:
+    """Return what one process does differently when it runs twice."""
+    return run.not_repeated()
 
 
 def same_samples(run: ComparedRun) -> Where:
@@ -280,6 +289,7 @@ CAUSES: tuple[tuple[str, Cause], ...] = (
     ("only the loss is reduced", only_loss_reduced),
     ("not reduced", not_reduced),
     ("updates differ per rank", updates_differ),
+    (NOT_REPEATABLE, not_repeatable),
     ("same samples", same_samples),
     (RANDOM, random_with_samples),
     ("different samples", different_samples),

@@ -17,7 +17,7 @@ from npu_device._src.comparison.compare import (
     RecordedCall,
     RecordedStep,
 )
-from npu_device._src.comparison.trial import Trial
+from npu_device._src.comparison.trial import TIMES_ROUNDING, Trial
 
 _SHOWN = 5
 
@@ -57,6 +57,23 @@ class ComparedStep:
         names = dict.fromkeys([*self.single.trained_names, *self.ranks[rank].trained_names])
         common = {*self.single.trained_names} & {*self.ranks[rank].trained_names}
         return [name for name in names if name not in common]
+
+    def unlike_twin(self) -> str:
+        """Return what the single process and its twin do differently, if only by rounding; "" for nothing."""
+        trained = self.single.trained
+        if self.perturbed.trained != trained:
+            return "trains other variables"
+        if self.perturbed.rows != self.single.rows:
+            return "reads different samples"
+        # Rounding may have changed the variables of later steps.
+        if self.number > 1:
+            return ""
+        if not compare.equal(self.perturbed.weights[:trained], self.single.weights[:trained]):
+            return "begins with different variables"
+        # Only models whose samples are known have had their inputs changed.
+        if not self.single.rows:
+            return "computes different gradients"
+        return ""
 
     def moved_variables(self) -> list[str]:
         """Return the trained variables that rank 0 has with other values than one process before the step."""
@@ -172,6 +189,30 @@ class ComparedRun:
     def line_in_script(self, topic: str) -> str | None:
         """Return the first call on a topic in the whole script of rank 0, with its line."""
         return next(map(str, self.ranks[0].of(topic)), None)
+
+    def not_repeated(self) -> str | None:
+        """Return what one process does differently when it runs twice; None if it is rounding.
+
+        Only the first step that differs counts: what the model itself has made may be a sample of a later one.
+        """
+        for step in self.steps:
+            difference = step.unlike_twin()
+            if difference:
+                if compare.is_repeated(self.single, step.single, step.perturbed):
+                    return None
+                return f"in step {step.number}, the second run {difference}"
+        return None
+
+    def lost_in_rounding(self) -> str | None:
+        """Return the first step in which rounding moves most gradients so far that no difference would show."""
+        for step in self.steps:
+            change = compare.typical_change(step.single, step.perturbed)
+            if change * TIMES_ROUNDING > 1:
+                return (
+                    f"most gradients from step {step.number} on: changing inputs in their last bit "
+                    f"moves them by {change:.0%}"
+                )
+        return None
 
     def different_samples(self) -> dict[int, str]:
         """Return the steps in which the ranks together don't read the samples of one process, and what they read.

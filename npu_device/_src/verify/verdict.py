@@ -142,7 +142,7 @@ def _run_with_horovod(records: Sequence[Record]) -> ComparedRun:
 def _verdict_on(run: ComparedRun, cause: str, explanation: str, table: list[str]) -> Verdict:
     """Return the verdict on a run that has a cause."""
     code = DIFFERS
-    if cause in (causes.NO_CALL, causes.RANDOM):
+    if cause in (causes.NO_CALL, causes.RANDOM, causes.NOT_REPEATABLE):
         code = NOT_COMPARABLE
     if len(_phases(run.single)) > 1:
         explanation = f"in {run.phase}: {explanation}"
@@ -259,6 +259,9 @@ def _notes_of_run(run: ComparedRun, cause: str) -> list[str]:
         notes.append(_NORMALIZES_ALONE.format(layers=layers))
     if run.single.by_horovod and run.read_same_samples() and not run.shuffles_unseeded():
         notes.append(_HOROVOD_SAMPLES)
+    lost = run.lost_in_rounding()
+    if lost and not cause:
+        notes.append(f"not compared: {lost}.")
     line = run.clipped()
     if line and not cause:
         notes.append(_CLIPS.format(line=line))
