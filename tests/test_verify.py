@@ -684,6 +684,7 @@ def test_the_pages_and_json() -> None:
         (["--hosts", "a,b", "x.py"], "verify runs on this host only"),
         (["-n", "100000", __file__], "need more memory than"),
         (["--html", "no/such/page.html", __file__], "there is no such directory"),
+        (["--html", str(Path(__file__).parent), __file__], "is a directory"),
         (["--keep", str(Path(__file__).parent), __file__], "must be a new or empty directory"),
     ],
 )
@@ -694,6 +695,11 @@ def test_wrong_usage_is_refused(
         verify.main(arguments)
     assert ended.value.code == 2
     assert expected in " ".join(capsys.readouterr().err.split())
+
+
+def test_what_goes_wrong_in_verify_is_no_difference(capsys: pytest.CaptureFixture[str]) -> None:
+    assert verify.main(["-n", "2", "--keep", "/proc/no/such", __file__]) == 3
+    assert "npurun verify: failed: [Errno 2]" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

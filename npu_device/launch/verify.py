@@ -8,6 +8,7 @@ import os
 import subprocess
 import tempfile
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -22,8 +23,21 @@ from npu_device.launch.argument_types import positive
 _RUNNER = "npu_device._src.verify.runner"
 
 
+_NOT_COMPARABLE = 3  # exit code, also for what goes wrong here: Python's own code would mean that the ranks differ
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run with these arguments; return the exit code."""
+    try:
+        return _main(arguments)
+    except OSError as error:
+        script_runs.say("verify", f"failed: {error}")
+    except Exception:
+        traceback.print_exc()
+    return _NOT_COMPARABLE
+
+
+def _main(arguments: Sequence[str]) -> int:
     parser = _parser()
     options = parser.parse_args(list(arguments))
     sizes = [options.n or 2]
@@ -38,6 +52,8 @@ def main(arguments: Sequence[str]) -> int:
         parser.error(f"--keep {options.keep}: must be a new or empty directory")
     if options.html and not Path(options.html).resolve().parent.is_dir():
         parser.error(f"--html {options.html}: there is no such directory")
+    if options.html and Path(options.html).is_dir():
+        parser.error(f"--html {options.html}: is a directory")
     with tempfile.TemporaryDirectory(prefix="npurun-verify-") as directory:
         # Absolute, since the script may change its folder.
         return _verify(options, sizes, Path(options.keep or directory).resolve())
@@ -69,7 +85,7 @@ def _verify(options: argparse.Namespace, sizes: Sequence[int], directory: Path) 
         )
     if problem:
         script_runs.say("verify", problem)
-        return 3
+        return _NOT_COMPARABLE
     # Imported here, since a mistake in the command line shouldn't wait for numpy.
     from npu_device._src.verify import report
     from npu_device._src.verify.verdict import judge
