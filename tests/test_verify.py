@@ -18,7 +18,7 @@ from combinations import some
 from launcher import ROOT, npurun, script
 
 from npu_device._src.comparison import compare
-from npu_device._src.verify import causes, report
+from npu_device._src.verify import causes, file_shadow, report
 from npu_device._src.verify.compared_run import ComparedRun
 from npu_device._src.verify.plan import PROBLEM, PlannedProcess
 from npu_device._src.verify.verdict import Verdict, judge
@@ -700,6 +700,22 @@ def test_wrong_usage_is_refused(
 def test_what_goes_wrong_in_verify_is_no_difference(capsys: pytest.CaptureFixture[str]) -> None:
     assert verify.main(["-n", "2", "--keep", "/proc/no/such", __file__]) == 3
     assert "npurun verify: failed: [Errno 2]" in capsys.readouterr().err
+
+
+def test_changed_files_are_looked_for_among_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("b/one", "b/two", "c/three", "d/four"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "b" / "gone").symlink_to("nowhere")
+    # Three files and a folder, another folder, and another one with one file.
+    monkeypatch.setattr(file_shadow, "_MOST_FILES", 4 + 1 + 2)
+    folders = [tmp_path / "b", tmp_path, tmp_path / "too many"]
+    left = iter(folders)
+    changed = file_shadow.changed_since(0.0, left, tmp_path / "runs")
+    assert changed == [str(tmp_path / name) for name in ("b/one", "b/two", "c/three")]
+    assert list(left) == folders[2:]
 
 
 @pytest.mark.parametrize(

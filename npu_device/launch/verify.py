@@ -92,7 +92,7 @@ def _verify(options: argparse.Namespace, sizes: Sequence[int], directory: Path) 
 
     verdict = judge(start.runs(sizes))
     script_folder = Path(options.script).resolve().parent
-    changed = changed_since(began, {Path.cwd(), script_folder}, directory)
+    changed = changed_since(began, [script_folder, Path.cwd()], directory)
     if changed:
         verdict.notes.append(
             f"these files changed, by calls that aren't covered: {', '.join(changed[:5])}"

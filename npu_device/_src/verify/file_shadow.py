@@ -20,7 +20,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -283,19 +283,30 @@ class _DirectoryListing(contextlib.ExitStack):
         return next(self._files)
 
 
-def changed_since(begin: float, folders: Collection[Path], runs_folder: Path) -> list[str]:
+def changed_since(begin: float, folders: Iterable[Path], runs_folder: Path) -> list[str]:
     """Return which of the first files below some folders have changed; none of the directory of all runs."""
     changed: set[str] = set()
+    visited: set[str] = set()
     file_count = 0
     for root, directories, names in itertools.chain.from_iterable(map(os.walk, folders)):
+        # A folder of data may hold millions of files. One folder may lie in the other.
+        if file_count >= _MOST_FILES:
+            break
+        if root in visited:
+            directories.clear()
+            continue
+        visited.add(root)
         directories[:] = sorted(
             name
             for name in directories
             if not name.startswith((".", "__pycache__")) and Path(root, name) != runs_folder
         )
-        file_count += len(names)
-        if file_count < _MOST_FILES:
-            paths = [os.path.join(root, name) for name in names]
-            existing = [path for path in paths if os.path.exists(path)]
-            changed.update(path for path in existing if os.stat(path).st_ctime > begin)
+        for name in names[: _MOST_FILES - file_count]:
+            path = os.path.join(root, name)
+            # A file of another program may vanish at any time, and a link may lead nowhere.
+            with contextlib.suppress(OSError):
+                if os.stat(path).st_ctime > begin:
+                    changed.add(path)
+        # A folder without files takes time, too.
+        file_count += 1 + len(names)
     return sorted(changed)
