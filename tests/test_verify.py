@@ -702,6 +702,58 @@ def test_what_goes_wrong_in_verify_is_no_difference(capsys: pytest.CaptureFixtur
     assert "npurun verify: failed: [Errno 2]" in capsys.readouterr().err
 
 
+PATHS = """
+import bz2, io, os, shutil, sys, tarfile
+from pathlib import Path
+from npu_device._src.verify import file_shadow
+
+Path("old.txt").write_text("old")
+Path("kept").mkdir()
+Path("kept", "inside.txt").write_text("old")
+files = file_shadow.Redirection(sys.argv[1])
+files.move(Path(sys.argv[1], "files"))
+files.install()
+for name in ("old.txt", "new.txt"):
+    Path(name).write_text("new")
+    assert Path(name).read_text() == "new" and Path(name).exists() and Path(name).stat().st_size == 3
+Path("bytes").write_bytes(b"new")
+with Path("added.txt").open("a") as file:
+    file.write("new")
+Path("added.txt").chmod(0o600)
+Path("touched").touch()
+Path("old.txt").replace("moved.txt")
+Path("new.txt").rename("old.txt")
+Path("made").mkdir()
+Path("made", "deep", "deeper").mkdir(parents=True)
+Path("kept", "inside.txt").unlink()
+Path("made", "deep", "deeper").rmdir()
+names = {path.name for path in Path().iterdir()}
+assert names == {path.name for path in Path().glob("*")} == set(os.listdir()), names
+assert names >= {"old.txt", "moved.txt", "touched", "made"}, names
+assert not Path("made", "deep", "deeper").exists()
+with bz2.open("packed.bz2", "wt") as file:
+    file.write("new")
+with bz2.open("packed.bz2", "rt") as file:
+    assert file.read() == "new"
+with tarfile.open("packed.tar", "w") as file:
+    file.add("old.txt")
+assert tarfile.open("packed.tar").getnames() == ["old.txt"]
+"""
+
+
+def test_files_stay_as_they_are_for_all_that_python_writes(tmp_path: Path) -> None:
+    """Modules that were imported before, and pathlib up to Python 3.10, have copies of the functions to redirect."""
+    work = tmp_path / "work"
+    work.mkdir()
+    words = [sys.executable, "-c", PATHS, str(tmp_path / "runs")]
+    subprocess.run(words, check=True, cwd=work, env={"PYTHONPATH": str(ROOT)}, timeout=60)
+    left = {str(path.relative_to(work)): path for path in work.rglob("*") if path.is_file()}
+    assert {name: path.read_text() for name, path in left.items()} == {
+        "old.txt": "old",
+        "kept/inside.txt": "old",
+    }
+
+
 def test_changed_files_are_looked_for_among_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ import inspect
 import io
 import itertools
 import os
+import pathlib
 import re
 import shutil
 import sys
@@ -144,6 +145,8 @@ class Redirection:
 
     def install(self) -> None:
         """Redirect Python's own calls."""
+        modules = (builtins, io, os)
+        originals = [dict(vars(module)) for module in modules]
         self._wrap_calls(builtins=builtins, io=io, os=os)
         scandir = os.scandir
 
@@ -160,6 +163,12 @@ class Redirection:
 
         os.scandir = merged
         os.listdir = lambda path=".": [file.name for file in merged(path)]
+        replaced = {}
+        for module, functions in zip(modules, originals):
+            for name, original in functions.items():
+                if getattr(module, name) is not original:
+                    replaced[id(original)] = getattr(module, name)
+        _replace_copies(replaced)
 
     def install_tensorflow(self, tf: Any) -> None:
         """Redirect what TensorFlow writes and reads by itself, and HDF5."""
@@ -227,6 +236,26 @@ class Redirection:
             return returned
 
         setattr(owner, name, wrapped)
+
+
+def _replace_copies(functions: dict[int, Any]) -> None:
+    """Let modules that are imported already use other functions, by the ids of those that they may have copied."""
+    loaded = list(sys.modules.values())
+    owners: list[Any] = [each for each in loaded if "__file__" in getattr(each, "__dict__", ())]
+    # pathlib keeps them in a class until Python 3.10, and glob from Python 3.13 on.
+    for module in (pathlib, glob):
+        owners += filter(inspect.isclass, vars(module).values())
+    for owner in owners:
+        for name, copy in list(vars(owner).items()):
+            original = copy
+            if isinstance(copy, staticmethod):
+                original = copy.__func__
+            function = functions.get(id(original))
+            if function is None:
+                continue
+            if inspect.isclass(owner):
+                function = staticmethod(function)
+            setattr(owner, name, function)
 
 
 def _is_called_by_tempfile() -> bool:
