@@ -17,6 +17,7 @@ from pool import Pool
 from rank_comparison import compare, same_bits
 
 import npu_device as npu
+import npu_device.horovod.tensorflow as hvd
 
 
 @hears
@@ -204,6 +205,80 @@ def body_other_numbers_in_names(fits: bool) -> float:
 def test_automatic_names_with_other_numbers(keras_two_ranks: Pool, fits: bool) -> None:
     first, second = keras_two_ranks.run(body_other_numbers_in_names, fits)
     assert first == second
+
+
+def _optimizer_of(kind: str, model: Any) -> Any:
+    """Return an optimizer that knows all variables of a model, unless it is a legacy one, in one of the wrappers."""
+    kinds = tf.keras.optimizers
+    if kind == "legacy":
+        kinds = kinds.legacy
+    optimizer = kinds.Adam(0.01)
+    if kind != "legacy":
+        optimizer.build(model.trainable_variables)
+    if kind == "replicate":
+        # The optimizer of a loop, too, once ``fit`` has trained a part.
+        head = tf.keras.Sequential([tf.keras.Input([4]), model.layers[-1]])
+        head.compile(optimizer, "mse")
+        npu.distribute.replicate(head).fit(np.ones([4, 4]), np.ones([4, 2]), verbose=0)
+    elif kind == "horovod":
+        hvd.DistributedOptimizer(optimizer)
+    else:
+        npu.distribute.DistributedOptimizer(optimizer, shard_optimizer=kind == "divided")
+    return optimizer
+
+
+@hears
+def body_joining(said: list[str], kinds: list[str], graph: bool) -> Any:
+    """Train a head, then what is before it, too; in the last step, the last rank traces its function again alone.
+
+    Return the values of the base after the first part, all at the end, those of passing variables; and the warnings.
+    """
+    with settings(NPU_DEVICE_AUDIT="1"):
+        return {kind: _train_in_parts(kind, graph) for kind in kinds}, said
+
+
+def _train_in_parts(kind: str, graph: bool) -> tuple[list, list, list]:
+    keras, rank = tf.keras, npu.distribute.rank()
+    keras.utils.set_random_seed(rank)
+    base, head = keras.layers.Dense(4, name="base"), keras.layers.Dense(2, name="head")
+    model = keras.Sequential([keras.Input([3]), base, head])
+    optimizer = _optimizer_of(kind, model)
+
+    def train_head(x: tf.Tensor) -> None:
+        descend(head, lambda: tf.reduce_sum(tf.square(head(x[:, :1] * tf.ones([4])))), optimizer)
+
+    def train_all(x: tf.Tensor) -> None:
+        descend(model, lambda: tf.reduce_sum(tf.square(model(x))), optimizer)
+
+    if graph:
+        train_head, train_all = map(tf.function, (train_head, train_all))
+    x, passing = np.full([3, 3], 1.0 + rank, np.float32), []
+    for _ in range(2):
+        train_head(tf.constant(x[:2]))
+    first = base.get_weights()
+    for rows in (2, 2, 2 + rank):
+        train_all(tf.constant(x[:rows]))
+    for _ in range(3 * (kind == "legacy" and not graph)):
+        # Gone when the next one is made, which may get its id.
+        variable = tf.Variable([1.0 + rank])
+        optimizer.apply_gradients([(tf.constant([1.0]), variable)])
+        passing.append(variable.numpy())
+    return first, model.get_weights(), passing
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "function"])
+def test_variables_that_join_later(keras_two_ranks: Pool, keras: str, graph: bool) -> None:
+    kinds = ["wrapper", "horovod", "replicate", "divided" if keras == "3" else "legacy"]
+    (results, said), (others, quiet) = keras_two_ranks.run(body_joining, kinds, graph)
+    for kind in kinds:
+        # An optimizer of tf-keras doesn't tell which variables it knows.
+        for part in range(0 if keras == "3" else 1, 3):
+            same_bits(results[kind][part], others[kind][part])
+    assert quiet == []
+    assert all("the ranks begin training with different values of " in text for text in said)
+    # Scripts of Horovod may broadcast after the first step.
+    expected = {("3", False): 3, ("3", True): 3, ("2", False): 8, ("2", True): 5}
+    assert len(said) == expected[keras, graph], said
 
 
 # What layers hold outside variables.

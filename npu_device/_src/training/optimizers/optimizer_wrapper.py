@@ -44,7 +44,7 @@ from npu_device._src.training.sharding.divisible import divided_update, tell_und
 from npu_device._src.training.watching.accumulated_parts import note_parts
 from npu_device._src.training.watching.replica_audit import Audit
 from npu_device._src.training.watching.same_samples import Pair, pair_of
-from npu_device._src.training.watching.same_variables import make_equal
+from npu_device._src.training.watching.same_variables import ComparedVariables, make_equal
 from npu_device._src.training.watching.schedule import can_compare, is_only_building
 from npu_device._src.training.watching.training_state import unique
 from npu_device._src.training.watching.wrapped_optimizers import is_wrapped, reducing_optimizer
@@ -89,6 +89,9 @@ def npu_distributed_keras_optimizer_wrapper(
     updates the variables; sparse gradients in each step, where that moves fewer bytes. With a loss-scale optimizer,
     wrap either it or its inner optimizer; the ranks agree on whether the gradients are finite either way. Use either
     this wrapper or ``all_reduce`` by hand, not both.
+
+    Variables that differ between ranks get the values of rank 0, with a warning, before the first step that trains
+    them. Broadcast those that it isn't given, such as the weights of frozen layers.
 
     >>> import tensorflow as tf
     >>> import npu_device as npu
@@ -138,7 +141,8 @@ class GradientReducer:
         self._world = world
         self._reduced: list[weakref.ref[Any]] = []
         self._applying: Any = None  # the optimizer whose gradients are ready
-        self._are_equal = False
+        self._compared = ComparedVariables()
+        self._are_equal = False  # those that the optimizer trained first
         # False if ``begin`` found variables without values: then the first step is audited, too.
         self._has_compared = True
         self._audit: Audit | None = None
@@ -178,21 +182,30 @@ class GradientReducer:
         tell_undivided(self._world, reason)
 
     def begin(self, optimizer: Any, variables: Iterable) -> None:
-        """Make the variables equal on all ranks before the first step."""
+        """Make variables equal on all ranks before the first step that trains them."""
         # Compared until they are equal; later differences are found by audits.
-        if not self._are_equal and can_compare():
-            variables = list(variables)
-            keras = compat.keras_of(optimizer)
-            level = logging.WARNING
-            if self.own_batches:
-                level = logging.INFO
-            if compat.is_keras_3(keras) and not tf.executing_eagerly():
+        variables = list(variables)
+        new = self._compared.others(variables)
+        if not new or not can_compare():
+            return
+        keras = compat.keras_of(optimizer)
+        level = logging.WARNING
+        if self.own_batches:
+            level = logging.INFO
+        if compat.is_keras_3(keras):
+            if not tf.executing_eagerly():
                 # Slots that are made later would be made amid the step, where TensorFlow can't give them values first.
                 _build(optimizer, keras, variables)
-            # Compared in their order: the names of an optimizer's variables may have other numbers on each rank.
-            states = unique(compat.optimizer_variables(optimizer, variables))
-            self._has_compared = make_equal(self._world, variables, level=level)
-            self._are_equal = self._has_compared and make_equal(self._world, states, level=level)
+            # Those that the optimizer trains later take part in the loss now.
+            new = self._compared.others(
+                unique([*variables, *compat.variables_to_update(optimizer)])
+            )
+        # Compared in their order: the names of an optimizer's variables may have other numbers on each rank.
+        states = self._compared.others(unique(compat.optimizer_variables(optimizer, variables)))
+        self._has_compared = make_equal(self._world, new, level=level)
+        if self._has_compared and make_equal(self._world, states, level=level):
+            self._compared.add([*new, *states])
+            self._are_equal = True
 
     def options_for(self, optimizer: Any) -> ReductionOptions:
         """Return the settings with which sparse gradients reach an optimizer as in one process."""

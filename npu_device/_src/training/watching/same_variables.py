@@ -5,10 +5,11 @@ In between ``replica_audit`` does, and at the end of the job ``last_word``. In s
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -126,13 +127,35 @@ def note_equal(world: World, variables: Sequence) -> None:
         last_word.add(held_by_all)
 
 
-# References are weak: a variable that is gone gives its id to another one.
-_compared: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by id
+class ComparedVariables:
+    """The variables that ``make_equal`` has compared for one purpose, as long as they exist."""
+
+    def __init__(self) -> None:
+        self._references: dict[int, weakref.ref[Any]] = {}  # by id
+
+    def add(self, variables: Iterable) -> None:
+        for variable in variables:
+            # A variable that goes takes its note along, since another one may get its id.
+            forget = functools.partial(self._references.pop, id(variable))
+            self._references[id(variable)] = weakref.ref(
+                variable,
+                lambda _, forget=forget: forget(None),  # type: ignore[misc]
+            )
+
+    def others(self, variables: Sequence) -> list:
+        """Return the variables that haven't been compared. In most steps, there are none."""
+        is_known = self._references.__contains__
+        if all(map(is_known, map(id, variables))):
+            return []
+        return [variable for variable in variables if not is_known(id(variable))]
+
+
+_compared = ComparedVariables()  # by ``make_equal_behind``
 
 
 def not_compared(variables: Sequence) -> list:
     """Return those of the variables that ``make_equal_behind`` hasn't compared."""
-    return [variable for variable in variables if _compared.get(id(variable)) is not variable]
+    return _compared.others(variables)
 
 
 def make_equal_behind(
@@ -173,7 +196,7 @@ def make_equal_behind(
     variables = as_many_as_gradients(gradients, trained)
     new = not_compared(variables)
     if new and make_equal(world, new, keeps_order=False, level=level):
-        _compared.update({id(variable): variable for variable in new})
+        _compared.add(new)
     return variables
 
 
