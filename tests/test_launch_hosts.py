@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Callable
 
 import pytest
 from launcher import LIMIT, is_running, npurun, script, start, wait_for_files, wait_until
-from ranks import free_port
+from ranks import free_port, time_limits
 
 from npu_device._src.cluster.ports import addresses_of_this_host
 from npu_device.launch.connection import is_this_host
@@ -117,6 +119,60 @@ def test_the_code_of_a_failed_connection(tmp_path: Path, ssh: str) -> None:
     assert b"no such host" in off.stderr
     assert b"npurun: off: the connection failed or ended" in off.stderr
     assert b"connection" not in here.stderr + one.stderr
+
+
+@contextlib.contextmanager
+def two_taken_ports() -> Iterator[int]:
+    """Take two neighbouring ports, and yield the lower one."""
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as first:
+            number = first.getsockname()[1]
+            with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", number + 1)):
+                yield number
+                return
+
+
+@pytest.mark.parametrize("restarts", ["0", pytest.param("1", marks=pytest.mark.full)])
+def test_a_taken_port_has_a_remedy_that_npurun_follows(restarts: str) -> None:
+    with two_taken_ports() as first:
+        options = ("--hosts", "localhost:1,127.0.0.1:1", "--max-restarts", restarts)
+        limits = time_limits(HOSTS_NOTICE_SECONDS=0.2)
+        done = npurun(*options, "--master-port", str(first), "true", **limits)
+        here = npurun("-n", "2", "true", NPU_DEVICE_PORT_RANGE=f"{first}-{first + 1}")
+    assert (done.returncode, here.returncode) == (2, 2)
+    remedy = b"What to do: end the other program, or "
+    assert b"another program uses this port" in done.stderr
+    assert remedy + b"choose another port: npurun --master-port" in done.stderr
+    assert b"this port and the next ones up to %d" % (first + 1) in here.stderr
+    assert remedy + b"let NPU_DEVICE_PORT_RANGE have more ports" in here.stderr
+
+
+MEETS = """
+    from npu_device._src.membership.schemes import membership_from_environment
+    from npu_device._src.cluster.rendezvous import meet
+    meet(membership_from_environment())
+    """
+
+
+DO_NOT_MEET = {
+    "--master-addr and --master-port": ["-n 1 --node-rank 1"],
+    "its own --node-rank": ["-n 1 --node-rank 0", *["-n 1 --node-rank 1"] * 2],
+    "the same -n": ["-n 2 --node-rank 0", "-n 1 --node-rank 1"],
+}
+
+
+def test_nodes_that_do_not_meet_are_told_of_options(tmp_path: Path) -> None:
+    meets = script(tmp_path, MEETS)
+    options = ("--master-addr", "127.0.0.1", "--nnodes", "2", "--grace", "1")
+    launches = {}
+    for says, nodes in DO_NOT_MEET.items():
+        job = (*port(), *options)
+        launches[says] = [
+            start(*job, *node.split(), meets, HCCL_CONNECT_TIMEOUT="3") for node in nodes
+        ]
+    for says, started in launches.items():
+        outputs = [launch.communicate(timeout=LIMIT)[1].decode() for launch in started]
+        assert any(says in text.partition("What to do: ")[2] for text in outputs), outputs
 
 
 def test_ctrl_c_while_a_host_does_not_answer(tmp_path: Path) -> None:

@@ -224,15 +224,18 @@ WRAPPERS = {
 }
 
 
-@pytest.mark.parametrize("kind", WRAPPERS)
-def test_a_wrapped_python_keeps_its_children_for_the_last_step(kind: str, tmp_path: Path) -> None:
+def test_a_wrapped_python_keeps_its_children_for_the_last_step(tmp_path: Path) -> None:
     (tmp_path / "interpreter").symlink_to(os.path.realpath(sys.executable))
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-    launch, pids = running(tmp_path, "step", wrapper=WRAPPERS[kind], PATH=path)
-    launch.send_signal(signal.SIGTERM)
-    _, err = launch.communicate(timeout=60)
-    assert launch.returncode == 75, err.decode()
-    wait_until(lambda: left(pids) == [])
+    launches = []
+    for kind, wrapper in WRAPPERS.items():
+        (tmp_path / kind).mkdir()
+        launches.append(running(tmp_path / kind, "step", wrapper=wrapper, PATH=path))
+    for launch, pids in launches:
+        launch.send_signal(signal.SIGTERM)
+        _, err = launch.communicate(timeout=60)
+        assert launch.returncode == 75, err.decode()
+        wait_until(lambda pids=pids: left(pids) == [])
 
 
 def test_a_scheduler_that_signals_every_process(tmp_path: Path) -> None:

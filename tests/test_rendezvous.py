@@ -281,7 +281,7 @@ def test_somebody_else_at_the_chiefs_place(start: Any, tmp_path: Path) -> None:
             assert text.startswith(
                 f"EI0019: the ranks are to meet at 127.0.0.1:{the_port(tmp_path)} on "
             )
-            assert "What to do: end the other program, or give every rank another port" in text
+            assert "What to do: end the other program, or choose another port" in text
         finally:
             web.shutdown()
             thread.join()

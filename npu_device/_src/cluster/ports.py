@@ -54,16 +54,24 @@ def join_address(host: str, port: int) -> str:
 
 def listen(hosts: Sequence[str], ports: Sequence[int]) -> socket.socket:
     """Return the listening socket of the hub; PortTakenError (Ascend's EI0019) or RendezvousError if there is none."""
-    where = f"{join_address(_interface(hosts), ports[0])} on {socket.gethostname()}"
+    lowest, highest = ports
+    where = f"{join_address(_interface(hosts), lowest)} on {socket.gethostname()}"
     try:
         return listen_on_free(ports, hosts)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
+            state = "another program uses this port"
+            remedy = (
+                "choose another port: npurun --master-port; without npurun, the same for every rank, host_port of rank "
+                "0 in the rank table, HCCL_IF_BASE_PORT, CM_CHIEF_PORT, TF_CONFIG or MASTER_PORT"
+            )
+            if highest > lowest:
+                state = f"other programs use this port and the next ones up to {highest}"
+                remedy = "let NPU_DEVICE_PORT_RANGE have more ports"
             raise PortTakenError(
-                f"EI0019: the ranks are to meet at {where}, but another program uses this port.\n"
+                f"EI0019: the ranks are to meet at {where}, but {state}.\n"
                 "Likely cause: another job, or a process left over from an earlier run of this one.\n"
-                "What to do: end the other program, or give every rank another port: host_port of rank 0 in the rank "
-                "table, HCCL_IF_BASE_PORT, CM_CHIEF_PORT, TF_CONFIG or MASTER_PORT. npurun chooses a free one itself."
+                f"What to do: end the other program, or {remedy}."
             ) from error
         raise RendezvousError(
             f"the ranks are to meet at {where}, but this process can't listen there: {error.strerror}.\n"

@@ -280,7 +280,10 @@ class _HubSearch:
             check = "CM_CHIEF_IP, CM_CHIEF_PORT and CM_CHIEF_DEVICE"
         else:
             chief = f"rank 0 on host {(membership.expected_hosts or membership.chief_hosts)[0]}"
-            descriptions = {"rank table": "the rank table", "TF_CONFIG": "TF_CONFIG"}
+            descriptions = {
+                "rank table": "the rank table (with npurun: --master-addr and --master-port)",
+                "TF_CONFIG": "TF_CONFIG",
+            }
             launcher = "MASTER_ADDR, MASTER_PORT and the variables of the launcher"
             check = descriptions.get(membership.scheme, launcher)
         lines = "\n".join(f"  {line}" for line in self._lines)

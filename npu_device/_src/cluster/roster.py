@@ -205,7 +205,7 @@ class Roster:
         return (
             f"{hello.name} of job {hello.job_id!r} came to the meeting point of another job, {job}.\n"
             "Likely cause: two jobs use the same port, or JOB_ID is not the same on all ranks of one job.\n"
-            "What to do: give each job its own port, and all ranks of a job the same JOB_ID."
+            "What to do: give each job its own port (npurun --master-port), and all ranks of a job the same JOB_ID."
         )
 
     def has(self, arrival: Arrival) -> bool:
@@ -402,12 +402,14 @@ def _different(of_rank: Mapping[str, str], of_chief: Mapping[str, str]) -> Itera
 _REMEDIES = {
     "doubled rank": (
         "Two processes were started as the same rank. What to do: give each process its own RANK_ID (with CM_*: its "
-        "own ASCEND_DEVICE_ID on a host), and end processes left over from an earlier run."
+        "own ASCEND_DEVICE_ID on a host; with npurun: each node its own --node-rank, and each job its own "
+        "--master-port), and end processes left over from an earlier run."
     ),
     "another scheme": "The ranks describe the job in different ways. What to do: set the same variables everywhere.",
     "another world size": (
         "The ranks don't agree on how many they are. What to do: start all with the same RANK_SIZE and rank table, "
-        "CM_WORKER_SIZE or TF_CONFIG, and end processes left over from an earlier run."
+        "CM_WORKER_SIZE or TF_CONFIG (with npurun: the same -n and --nnodes), and end processes left over from an "
+        "earlier run."
     ),
     "another version": "What to do: install the same versions of npu_device and TensorFlow for all ranks.",
     "another setting": "What to do: give these environment variables the same value on all ranks, or none.",
