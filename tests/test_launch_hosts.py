@@ -14,6 +14,7 @@ from typing import Callable
 import pytest
 from launcher import LIMIT, is_running, npurun, script, start, wait_for_files, wait_until
 from ranks import free_port, time_limits
+from test_launch_failure import RECORD
 
 from npu_device._src.cluster.ports import addresses_of_this_host
 from npu_device.launch.connection import is_this_host
@@ -106,6 +107,37 @@ def test_a_host_that_fails_ends_the_others(tmp_path: Path, ssh: str) -> None:
     assert done.returncode == 7, done.stderr
     assert b"npurun: host me@two ended with exit code 7" in done.stderr
     assert b"rank 3: exit code 7" in done.stderr
+
+
+def test_the_code_is_that_of_the_cause_even_if_its_host_ends_last(tmp_path: Path, ssh: str) -> None:
+    fails = """
+    import pathlib, signal
+    here = pathlib.Path(sys.argv[1])
+    def wait_for(condition):
+        while not condition():
+            time.sleep(0.01)
+    if rank == 0:
+        wait_for((here / "other").exists)
+        record("ValueError: the cause")
+        (here / "failed").touch()
+        sys.exit(3)
+    if rank == 2:
+        (here / "part").write_text(str(os.getppid()))
+        (here / "part").rename(here / "other")
+    if rank == 1:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    wait_for((here / "failed").exists)
+    if rank == 1:
+        npurun = pathlib.Path("/proc", (here / "other").read_text())
+        wait_for(lambda: not npurun.exists())
+    record("PeerError: rank 0 failed", secondary=True)
+    sys.exit(1)
+    """
+    done = npurun(
+        *(*HOSTS, *port(), script(tmp_path, RECORD + fails), str(tmp_path)), NPU_DEVICE_SSH=ssh
+    )
+    assert done.returncode == 3, done.stderr
+    assert b"npurun: host me@two ended with exit code 1" in done.stderr
 
 
 def test_the_code_of_a_failed_connection(tmp_path: Path, ssh: str) -> None:

@@ -92,6 +92,8 @@ def _alone(launch: Launch) -> int:
         if decision.is_over:
             last_copy.write_alone(launch, ledger.count)
             say(ledger.last_words(decision.text))
+            failure = outcome.failure
+            launch.reporter.is_cause = failure is not None and not failure.is_consequence
             return outcome.code
         say(decision.text)
         # A rank that is left, cut off from the others, must not go on training.

@@ -26,6 +26,7 @@ class Report:
     code: int = 0  # exit code, of LEAVING and OVER
     count: int = 0  # number of the attempt, from 0
     nodes: Sequence[int] = ()  # nodes that take part in the attempt
+    is_cause: bool = False  # of OVER: a rank has failed by itself, not because of another one
 
 
 @dataclass
@@ -38,11 +39,12 @@ class Reporter:
     count: int = 0  # number of the next attempt
     nodes: Sequence[int] = ()  # nodes of the newest attempt; empty before any
     is_preempted: bool = False
+    is_cause: bool = False  # a rank of this host has failed by itself
 
     def tell(self, state: str, code: int = 0, count: int = 0, nodes: Sequence[int] = ()) -> None:
         self.is_preempted = self.is_preempted or state == PREEMPTED
         if self.name:
-            report = Report(state, code, count, nodes)
+            report = Report(state, code, count, nodes, self.is_cause)
             # The console keeps the line whole among the lines of the ranks.
             self.console.write(2, f"{self.name} {json.dumps(asdict(report))}\n".encode())
 

@@ -110,6 +110,9 @@ class LaunchedHosts:
         self._node_0_losses = 0
         self._node_0_preemptions = 0
         self._codes: list[int] = []  # exit codes of the hosts that have ended, in this order
+        self._cause: int | None = (
+            None  # the first of those that don't follow from the failure of another host
+        )
         self._verdict: int | None = None  # exit code of the job, if it is over
         self._signal: int | None = None
         self._is_stopping = False  # the hosts have been sent a signal
@@ -133,6 +136,9 @@ class LaunchedHosts:
                 *(host.wakes_at() for host in self._hosts),
             )
             self._look_at_time()
+        # Without restarts, hosts that fail because of another one may end before it.
+        if self._cause is not None and not self._options.restarts_hosts:
+            return self._cause
         if self._verdict is not None:
             return self._verdict
         for code in self._codes:
@@ -255,11 +261,11 @@ class LaunchedHosts:
             or not self._options.restarts_hosts
         )
         if end is not None and end.state == OVER:
-            self._conclude(host, end.code)
+            self._conclude(host, end.code, end.is_cause)
         elif is_over or is_misplaced:
             if self._signal is None or was_running:
                 self._say_that_ssh_failed(host, code)
-                self._conclude(host, code)
+                self._conclude(host, code, is_cause=not self._is_stopping)
         elif was_running:
             self._on_lost(host, end, code)
         else:
@@ -272,9 +278,11 @@ class LaunchedHosts:
                 f"{host.name}: the connection failed or ended (exit code {code} of {program})"
             )
 
-    def _conclude(self, host: Host, code: int) -> None:
+    def _conclude(self, host: Host, code: int, is_cause: bool) -> None:
         """Take note of the end of a host. If it has failed, the others have a moment to notice."""
         self._codes.append(code)
+        if is_cause and self._cause is None:
+            self._cause = code
         goes_on = code in (0, RESUMABLE) or (
             host.node > 0 and self._options.fewest_nodes < self._options.nnodes
         )
