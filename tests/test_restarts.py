@@ -239,3 +239,36 @@ ValueError: in user code:"""
 def test_the_place_of_a_failure(status: int, stderr: str, place: str | None) -> None:
     failure, _ = examine(Exit(2, status, 0.0), "no such file", False, stderr.splitlines())
     assert failure.origin == place
+
+
+def test_the_folder_of_npurun_lasts_and_is_made_again(tmp_path: Path) -> None:
+    """systemd-tmpfiles passes over locked directories; other cleaners of old files may remove it."""
+    source = script(
+        tmp_path,
+        """
+        import fcntl, os, pathlib, shutil, sys
+        if os.environ["RANK_ID"] == "1" or os.environ["NPU_DEVICE_RESTART_COUNT"] == "1":
+            sys.exit()
+        folder = pathlib.Path(os.environ["NPU_DEVICE_ERROR_FILE"]).parents[1]
+        try:
+            fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print("locked", flush=True)
+        shutil.rmtree(folder)
+        sys.exit(int(sys.argv[1]))
+        """,
+    )
+    again = npurun(*AGAIN, "1", source, "3", TMPDIR=str(tmp_path))
+    assert (again.returncode, again.stdout) == (0, b"[0] locked\n"), again.stderr
+    # Nobody knows whether ranks whose marks have been removed had opened npu_device.
+    done = npurun("-n", "2", source, "0", TMPDIR=str(tmp_path))
+    assert done.returncode == 0 and b"independent copies" not in done.stderr
+
+
+def test_no_room_for_the_folder_is_an_error_of_the_start(tmp_path: Path) -> None:
+    limited = ("sh", "-c", 'ulimit -n 7; exec "$0" "$@"')
+    launch = start("true", on=lambda words: [*limited, *words], TMPDIR=str(tmp_path))
+    _, err = launch.communicate(timeout=30)
+    assert (launch.returncode, err.count(b"\n")) == (2, 1), err
+    assert b"Too many open files" in err
+    assert list(tmp_path.iterdir()) == []

@@ -106,6 +106,8 @@ class Attempt:
     def _start(self) -> None:
         options = self._options
         plan = self._plan
+        # Cleaners of old files other than systemd's may have removed the folder since the job began.
+        os.makedirs(self._launch.directory, mode=0o700, exist_ok=True)
         os.mkdir(self._directory, mode=0o700)
         table = rank_table(plan.nodes, options.nproc_per_node, options.master_addr, plan.port)
         Path(self._directory, _TABLE).write_text(table, encoding="utf-8")
@@ -221,8 +223,10 @@ class Attempt:
         marks = [
             environment.opened_mark(self._error_file(process.rank)) for process in self._processes
         ]
+        # Whoever has removed the rank table, as an old file, has removed the marks, too.
+        is_whole = os.path.exists(os.path.join(self._directory, _TABLE))
         # One rank alone needs no npu_device.
-        if len(marks) > 1 and not any(map(os.path.exists, marks)):
+        if len(marks) > 1 and is_whole and not any(map(os.path.exists, marks)):
             self._say(
                 f"none of the {len(marks)} ranks opened npu_device: they ran as {len(marks)} independent copies of "
                 "the script.\nTo let them work together, add `import npu_device as npu` and "

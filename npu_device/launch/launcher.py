@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import queue
+import shutil
 import signal
 import tempfile
+from collections.abc import Iterator
 
 from npu_device._src import environment
 from npu_device._src.cluster.handshake import NO_SECRET
@@ -31,34 +35,55 @@ def run(options: Options, reporter: Reporter | None = None) -> int:
     console = reporter.console
     # Signals are received before anything is started, so that none is lost.
     events = signals(options, console)
-    prefix = f"{reporter.name or 'npurun'}-"
-    with (
-        tempfile.TemporaryDirectory(prefix=prefix) as directory,
-        RankGuard(directory, folder_in_memory(os.path.basename(directory))) as guard,
-    ):
-        try:
-            # Found now, and told once: each rank would find it after its imports.
-            environment.check_own_variables(warns=False)
-            memory = None
-            # Without restarts, the copies of several hosts would be of no use.
-            if options.nnodes == 1 or options.nodes_meet:
-                name = os.path.basename(directory)
-                memory = Memory(options.nproc_per_node, options.nodes_meet, name)
-            launch = Launch(options, console, guard, directory, events, reporter, memory, secret())
-            if options.nnodes > 1 and options.node_rank == 0 and not launch.secret:
-                console.say(NO_SECRET)
-            if not options.nodes_meet:
-                return _alone(launch)
-            assert memory is not None
-            with Neighbour(memory, launch.secret, options.master_addr, console.say) as neighbour:
-                if options.node_rank > 0:
-                    return Member(launch, options.master_addr, neighbour).run()
-                # Node 0 leads the job, and carries out its own orders as a member.
-                with Leader(launch) as leader:
-                    return Member(launch, leader.address, neighbour).run()
-        except START_ERRORS as error:
-            console.say(str(error))
-            return USAGE
+    try:
+        with (
+            _directory(f"{reporter.name or 'npurun'}-") as directory,
+            RankGuard(directory, folder_in_memory(os.path.basename(directory))) as guard,
+        ):
+            return _run(options, reporter, events, directory, guard)
+    except START_ERRORS as error:
+        console.say(str(error))
+        return USAGE
+
+
+@contextlib.contextmanager
+def _directory(prefix: str) -> Iterator[str]:
+    """Make a temporary directory that stays as long as the job, and remove it."""
+    with contextlib.ExitStack() as stack:
+        directory = tempfile.mkdtemp(prefix=prefix)
+        # A file that a process still uses on a network file system changes nothing about the outcome of the job.
+        stack.callback(shutil.rmtree, directory, ignore_errors=True)
+        descriptor = os.open(directory, os.O_RDONLY)
+        stack.callback(os.close, descriptor)
+        # systemd-tmpfiles removes what is older than ten days, but nothing in a locked directory (man tmpfiles.d).
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+        yield directory
+
+
+def _run(
+    options: Options, reporter: Reporter, events: Events, directory: str, guard: RankGuard
+) -> int:
+    # Found now, and told once: each rank would find it after its imports.
+    environment.check_own_variables(warns=False)
+    memory = None
+    # Without restarts, the copies of several hosts would be of no use.
+    if options.nnodes == 1 or options.nodes_meet:
+        name = os.path.basename(directory)
+        memory = Memory(options.nproc_per_node, options.nodes_meet, name)
+    console = reporter.console
+    launch = Launch(options, console, guard, directory, events, reporter, memory, secret())
+    if options.nnodes > 1 and options.node_rank == 0 and not launch.secret:
+        console.say(NO_SECRET)
+    if not options.nodes_meet:
+        return _alone(launch)
+    assert memory is not None
+    with Neighbour(memory, launch.secret, options.master_addr, console.say) as neighbour:
+        if options.node_rank > 0:
+            return Member(launch, options.master_addr, neighbour).run()
+        # Node 0 leads the job, and carries out its own orders as a member.
+        with Leader(launch) as leader:
+            return Member(launch, leader.address, neighbour).run()
 
 
 def signals(options: Options, console: Console) -> Events:
