@@ -25,6 +25,7 @@ from divided_bodies import (
     body_same_bits,
     body_scaled_later,
     body_two_optimizers,
+    body_without_shares,
     make_variables,
     train,
 )
@@ -126,6 +127,21 @@ def test_divided_updates_through_sockets_have_the_bits_of_whole_ones(
     ranks = pool_with(3, keras, **all_through("tcp"))
     found = ranks.run(body_same_bits, "adam", graph, SHAPES, ["float32"], 1, False)
     assert_divided(found, "adam")
+
+
+@by_keras
+@pytest.mark.parametrize(
+    ("count", "graph"),
+    [(2, False), (3, True), pytest.param(2, True, marks=full), pytest.param(3, False, marks=full)],
+)
+def test_rank_0_saves_while_others_that_update_nothing_train_on(
+    pool_with: Callable[..., Pool], tmp_path: Any, keras: str, count: int, graph: bool
+) -> None:
+    names = ["slow", "averages", "adam"]
+    if keras == "3":
+        names += ["npu dynamic", "accumulated", "overwritten, accumulated"]
+    ranks = pool_with(count, keras)
+    assert ranks.run(body_without_shares, names, graph, str(tmp_path)) == [[]] * count
 
 
 @full

@@ -4,8 +4,10 @@ of either Keras run on their ranks.
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
+import time
 from typing import Any, Callable
 
 import numpy as np
@@ -554,6 +556,60 @@ def _reads_of(optimizer: Any) -> list[Callable[[], tf.Tensor]]:
         return read
 
     return list(map(reader, optimizer.variables))
+
+
+class _SlowRate(tf.keras.optimizers.schedules.LearningRateSchedule):  # type: ignore[misc]
+    """A rate that all ranks but the first take long to compute, amid an eager update."""
+
+    def __call__(self, step: Any) -> Any:
+        if tf.executing_eagerly() and not npu.distribute.is_main():
+            time.sleep(0.1)
+        return tf.constant(0.02)
+
+
+def body_without_shares(names: list[str], graph: bool, directory: str) -> list[str]:
+    """Train one variable in each step, so that most ranks have nothing to update, or all and accumulate. Rank 0 saves
+    after each step, while the others train on: they are ahead of it if it waits, else behind. Return the optimizers
+    whose files don't hold what they hold without divided updates.
+    """
+    wrong = []
+    for name in names:
+        files = [_saved_meanwhile(name, graph, directory, shard) for shard in (False, True)]
+        if files[0] != files[1]:
+            wrong.append(name)
+    return wrong
+
+
+def _saved_meanwhile(name: str, graph: bool, directory: str, shard_optimizer: bool) -> list[bytes]:
+    """Return the content of the files of rank 0."""
+    variables = make_variables([(100,), (90,), (5,)], ["float32"])
+    if name == "slow":
+        optimizer: Any = tf.keras.optimizers.Adam(_SlowRate())
+    else:
+        optimizer = optimizers()[name]()
+    optimizer = wrap(optimizer, shard_optimizer=shard_optimizer)
+    optimizer.build(variables)
+
+    def step(number: Any, trained: list[int]) -> None:
+        gradients = make_gradients(variables, number, None, False, None)
+        optimizer.apply_gradients([(gradients[index], variables[index]) for index in trained])
+
+    parts = [[0, 1, 2]] if "accumulated" in name else [[0], [1], [2]]
+    steps: list[Any] = [functools.partial(step, trained=trained) for trained in parts]
+    if graph:
+        steps = [tf.function(call, autograph=False) for call in steps]
+    files = []
+    for number in range(8):
+        steps[number % len(parts)](tf.constant(number))
+        if npu.distribute.is_main():
+            time.sleep(0.1 * (number % 3 > 0))
+            file = f"{directory}/{name}-{shard_optimizer}-{number}"
+            path = tf.train.Checkpoint(optimizer=optimizer).write(file)
+            reader = tf.train.load_checkpoint(path)
+            keys = [key for key in reader.get_variable_to_shape_map() if "OBJECT" not in key]
+            files += [reader.get_tensor(key).tobytes() for key in sorted(keys)]
+    npu.distribute.barrier()
+    return files
 
 
 def body_two_optimizers() -> tuple[bool, list[bytes]]:

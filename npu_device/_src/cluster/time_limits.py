@@ -28,6 +28,10 @@ COPY_LOOK_SECONDS = 0.1  # between two looks of npurun at whether there is a cop
 # For another host to take the next bytes of a copy, and to make its own copy of the step.
 COPY_SEND_SECONDS = 30.0
 COPY_END_SECONDS = 10.0  # for the last copy in memory, when a checkpoint is closed
+# For a rank to end an update that others have ended, before it tells them its state; and between two looks at whether
+# it has.
+UPDATE_END_SECONDS = 60.0
+UPDATE_POLL_SECONDS = 0.001
 LATE_RANK_SECONDS = 60.0  # after the end of another rank, before npurun names those that still run
 STALL_POLL_SECONDS = 0.2  # between two looks at whether it waits in a collective, and for whom
 WHERE_SECONDS = 2.0  # after a long wait: for the others to say where they are

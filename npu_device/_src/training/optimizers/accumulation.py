@@ -190,11 +190,13 @@ def _reduced_in_update(
             unscaled = _unscaled(optimizer, contribution)
             sums[position] += tf.cast(unscaled, sums[position].dtype)
         with iteration():
-            for accumulator, mean in zip(accumulators, reduce(sums)):
+            means = reduce(sums)
+            for accumulator, mean in zip(accumulators, means):
                 if mean is not None:
                     accumulator.assign(mean)
-        # Zeros are handed on, since the accumulators have everything already.
-        return [tf.zeros_like(contribution) for contribution in contributions]
+        # Zeros are handed on, since the accumulators have everything already; but not before all ranks have come.
+        with tf.control_dependencies([mean for mean in means if mean is not None]):
+            return [tf.zeros_like(contribution) for contribution in contributions]
 
     if not accumulators:
         return []

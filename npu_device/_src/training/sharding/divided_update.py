@@ -14,7 +14,7 @@ from typing import Any, Callable
 import tensorflow as tf
 
 from npu_device._src import compat
-from npu_device._src.collectives.ops import broadcast_from_owners
+from npu_device._src.collectives.ops import all_reduce, broadcast_from_owners
 from npu_device._src.gradients.reduction import Gradient, dense_of
 from npu_device._src.trace.trace import changes_a_variable, mark_update_end
 from npu_device._src.training.sharding.remote_slots import OptimizerSlots
@@ -217,6 +217,7 @@ class DividedUpdate:
         if self.averages_are_whole and not is_only_building():
             self._send_before_averages = partial(self._count_and_send, changed, earlier, is_update)
         arrived = [dense_of(reduced[index]) for index in share]
+        arrived += self._joined([ranks[index] for index in with_gradient], is_update)
         with tf.control_dependencies(self._slots.settle(arrived, is_update)), self._slots.update():
             # What belongs to no variable changes on each rank, as Nadam's product of momenta does.
             if counted and not set(counted).intersection(share):
@@ -248,6 +249,20 @@ class DividedUpdate:
             mark_update_end(self._changes_since(earlier))
             self._send(changed, always_sent, earlier, is_update)
         return applied
+
+    def _joined(self, owners: Sequence[int], is_update: tf.Tensor | None) -> list[tf.Tensor]:
+        """Return a tensor that exists once all ranks have come to this update, if the step makes one; nothing if each
+        rank owns a gradient, which tells it.
+        """
+        if len(set(owners)) == self._world.size or is_only_building():
+            return []
+
+        def join() -> tf.Tensor:
+            return all_reduce(self._world.job, tf.constant(0), "max", self._world.group)
+
+        if is_update is None:
+            return [join()]
+        return [tf.cond(is_update, join, lambda: tf.constant(0))]
 
     def _count_and_send(self, changed: Sequence, earlier: int, is_update: tf.Tensor | None) -> None:
         """Count the update of the slots within the step, and give all ranks the new values of variables."""

@@ -2,14 +2,16 @@
 owner answers.
 
 No rank makes the next update before all ranks join its reduction. So between two updates of a rank, the owners of all
-slots have made the same number of updates. What a rank assigns to a slot of another one is given to its owner at once,
-which takes it in the next update: the script of the owner may assign the same, or an own value.
+slots have made the same number of updates, or are about to end the last one. What a rank assigns to a slot of another
+one is given to its owner at once, which takes it in the next update: the script of the owner may assign the same, or an
+own value.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
+import time
 import weakref
 import zlib
 from collections.abc import Iterator, Sequence
@@ -20,6 +22,7 @@ import tensorflow as tf
 
 from npu_device._src import compat
 from npu_device._src.cluster.bytes_on_request import BytesOnRequest, Key
+from npu_device._src.cluster.time_limits import UPDATE_END_SECONDS, UPDATE_POLL_SECONDS
 from npu_device._src.collectives.graph import call_now
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
@@ -84,9 +87,6 @@ class OptimizerSlots:
         self._job = job
         self.is_updating = False
         self._lock = threading.Lock()
-        # Set but while a callback swaps averages.
-        self._are_swapped = threading.Event()
-        self._are_swapped.set()
         self._incoming: dict[int, dict[int, bytearray]] = {}  # by place, then by rank
         self._assigned_at: dict[int, int] = {}  # after how many updates the owner's script did
         # Variables, which functions change too when they run.
@@ -143,18 +143,18 @@ class OptimizerSlots:
     @contextlib.contextmanager
     def swap(self) -> Iterator[None]:
         """Let the block change slots on all ranks, which counts as an update."""
-        self._are_swapped.clear()
         try:
             yield
         finally:
             self.count_update()
-            self._are_swapped.set()
 
     def has_made(self, updates: int) -> bool:
-        """Return whether this rank has made a number of updates, no more and no less."""
-        if updates == self.updates + 1:
-            # The rank that asks has ended a swap in which this rank still is.
-            self._are_swapped.wait()
+        """Return whether this rank has made a number of updates, no more and no less, when it ends the current one."""
+        deadline = time.monotonic() + UPDATE_END_SECONDS
+        # The rank that asks has ended an update, or a swap, in which this rank still is.
+        while updates == self.updates + 1 and time.monotonic() < deadline:
+            self._job.health.require_running()
+            time.sleep(UPDATE_POLL_SECONDS)
         return updates == self.updates
 
     def own_bytes(self, index: int) -> Optional[memoryview]:
