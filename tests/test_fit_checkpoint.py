@@ -82,6 +82,28 @@ def test_steps_per_execution_another_order_and_other_fits(two_ranks: Pool, tmp_p
         assert says in warning
 
 
+ALL_STEPS = ["latest.json", *(f"step-{step:08}" for step in (3, 5, 6, 9, 10))]
+
+
+@pytest.mark.parametrize(
+    "kind", ["other order", pytest.param("other order later", marks=pytest.mark.full)]
+)
+def test_a_train_function_that_is_made_anew(
+    keras_two_ranks: Pool, kind: str, tmp_path: Path
+) -> None:
+    """In the first step and by a callback, or after the first epoch, since rank 0's batches are sent from then on."""
+    results = keras_two_ranks.run(bodies.body_made_anew, str(tmp_path / "fit"), kind)
+    assert [files for files, _ in results] == [ALL_STEPS, ALL_STEPS]
+    _, warnings = results[0]
+    told = ["ank 0's batches are sent to all" in text for text in warnings]
+    assert told and all(told)
+
+
+def test_a_train_function_that_a_callback_makes_anew(single: Pool, tmp_path: Path) -> None:
+    [found] = single.run(bodies.body_made_anew, str(tmp_path / "fit"), "dataset")
+    assert found == (ALL_STEPS, [])
+
+
 def test_a_killed_rank_and_a_preemption_under_npurun(tmp_path: Path) -> None:
     """The job ends with the second, and goes on to the same bits when it is started again. Ranks have a shell around
     them, which a signal would end at once.

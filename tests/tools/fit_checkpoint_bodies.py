@@ -52,6 +52,10 @@ def make_data(kind: str, seed: int) -> dict[str, Any]:
     y = x[:, :2] * x[:, 2:]
     whole = tf.data.Dataset.from_tensor_slices((x, y))
     rank, size = npu.distribute.rank(), npu.distribute.size()
+    if kind == "other order":
+        return {"x": whole.shuffle(SAMPLES, seed + rank).batch(BATCH)}
+    if kind == "other order later":
+        return {"x": _Shuffled(x, y)}
     if kind == "arrays":
         return {"x": x, "y": y, "batch_size": BATCH, "validation_split": 0.2}
     if kind == "repeated":
@@ -88,6 +92,23 @@ class _Batches(getattr(tf.keras.utils, "PyDataset", tf.keras.utils.Sequence)):  
 
     def __getitem__(self, index: int) -> Any:
         return self._batches[index]
+
+
+class _Shuffled(_Batches):
+    """Batches in another order on each rank from the second epoch on."""
+
+    reads = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads += 1
+        return super().__getitem__(index)
+
+    def on_epoch_end(self) -> None:
+        # Keras 3 calls it before the first epoch, too.
+        if self.reads >= len(self):
+            full = self._batches[:-1]
+            np.random.default_rng(npu.distribute.rank()).shuffle(full)
+            self._batches[:-1] = full
 
 
 class Watch(tf.keras.callbacks.Callback):
@@ -201,6 +222,23 @@ def _begins_alike(kind: str, seed: int) -> bool:
     data = make_data(kind, seed)["x"]
     orders = [[x.numpy().tobytes() for x, _ in data] for _ in range(4)][1:]
     return len({order[0] for order in orders}) == 1 and len(set(map(tuple, orders))) == 3
+
+
+class _Remaking(Watch):
+    """Has Keras make the train function anew after each epoch, as a script does that trains other layers then."""
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        super().on_epoch_end(epoch, logs)
+        self.model.make_train_function(force=True)
+
+
+def body_made_anew(directory: str, kind: str) -> tuple[list[str], list[str]]:
+    """Return what a fit of two epochs whose train function is made anew has written, and its warnings."""
+    place = fresh(directory)
+    watch = None if kind == "other order later" else _Remaking()
+    done = fit(directory, kind, watch=watch, epochs=2, every=3, keep=9, preemption=False)
+    npu.distribute.barrier()
+    return sorted(os.listdir(place)), done["warnings"]
 
 
 OTHERS = [("order", "dataset"), ("generator", "generator")]

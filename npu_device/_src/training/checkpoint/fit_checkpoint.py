@@ -20,6 +20,7 @@ from npu_device._src.training.checkpoint.job_checkpoint import JobCheckpoint
 from npu_device._src.training.checkpoint.selection import gather
 from npu_device._src.training.distribute.ranks import is_main
 from npu_device._src.training.fit import start
+from npu_device._src.training.fit.function import Function
 from npu_device._src.training.fit.replica import replica_of
 from npu_device._src.training.fit.sources import pull, with_put_back
 from npu_device._src.training.opening.current_world import current_world
@@ -121,12 +122,7 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
             self._job._restore_state()
         else:
             compat.begin_fit_at(self.model, self._resume["epoch"])
-        # An interrupted ``fit`` may have left its wrapper on the model.
-        self._inner = getattr(self.model.train_function, _INNER, self.model.train_function)
-        # A partial takes attributes, unlike a bound method.
-        outer = functools.partial(self._call)
-        setattr(outer, _INNER, self._inner)
-        self.model.train_function = outer
+        self._wrap_train_function()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Remember that the next step is the first of an epoch."""
@@ -134,6 +130,9 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
             self._must_have_resumed()
         self._epoch = epoch
         self._begins_epoch = True
+        # A callback may have had Keras make it anew, for instance to train other layers from now on.
+        if _is_new(self.model.train_function):
+            self._wrap_train_function()
         # By now all callbacks have begun.
         if not self._has_begun_files:
             self._has_begun_files = True
@@ -160,6 +159,14 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
 
     # A callback's step stands in place of the model's train function, since saving and resuming happen at the same
     # point between its steps: no other callback comes in between, and a model is built by its first batch.
+
+    def _wrap_train_function(self) -> None:
+        # An interrupted ``fit`` may have left its wrapper on the model.
+        self._inner = getattr(self.model.train_function, _INNER, self.model.train_function)
+        # A partial takes attributes, unlike a bound method.
+        outer = functools.partial(self._call)
+        setattr(outer, _INNER, self._inner)
+        self.model.train_function = outer
 
     def _call(self, keras_iterator: Any) -> Any:
         count = compat.steps_per_call(self.model)
@@ -311,6 +318,13 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
                 "batches, than in the training that wrote it.\nWhat to do: give fit the same data, or use another "
                 "directory."
             )
+
+
+def _is_new(function: Any) -> bool:
+    """Return whether a train function is as Keras or a replicated model has made it: no callback is around it."""
+    return isinstance(function, Function) or (
+        callable(function) and compat.belongs_to_keras(function)
+    )
 
 
 @dataclasses.dataclass

@@ -176,4 +176,7 @@ class Function(StepContext):
         """
         if is_on != self.batches_from_root:
             self.batches_from_root = is_on
+            # In a ``fit``, this may be a callback's function that calls this one: it stays.
+            called_by_keras = getattr(self.model, self._name)
             self._make_anew()
+            setattr(self.model, self._name, called_by_keras)
