@@ -73,6 +73,8 @@ def test_masked_models_train_as_one_process(
         (fit_step_bodies.body_with_the_callback, "subclassed"),
         (fit_step_bodies.body_one_optimizer, "batch by batch"),
         (fit_step_bodies.body_sent_as_bytes, "strings and rows in another order"),
+        (fit_step_bodies.body_infinite, "traced"),
+        (fit_step_bodies.body_infinite, "eagerly"),
     ],
 )
 def test_further_trainings_equal_one_process(

@@ -167,6 +167,53 @@ def _ragged(x: Any) -> Any:
     return tf.RaggedTensor.from_row_lengths(x.ravel(), [3, 9] * (len(x) // 2) + [6] * (len(x) % 2))
 
 
+def body_infinite(how: str) -> Any:
+    """Variables that hold inf or NaN before a step: those that it leaves alone, sets, or adds to in a metric."""
+    keras = tf.keras
+
+    def raised(x: Any) -> Any:  # inf for some samples
+        return tf.where(x[:, 0] > 1.5, np.inf, x[:, 0])
+
+    def mask(shape: Any, dtype: Any = None) -> Any:
+        return tf.constant(np.triu(np.full(shape, -np.inf, np.float32), 1))
+
+    class Masked(keras.layers.Layer):  # type: ignore[misc]
+        def build(self, shape: Any) -> None:
+            constant = keras.initializers.Constant
+            more = {"trainable": False, "dtype": "float32"}
+            self.mask = self.add_weight(name="mask", shape=(6, 6), initializer=mask, **more)
+            self.lowest = self.add_weight(
+                name="lowest", shape=(), initializer=constant(np.inf), **more
+            )
+            self.newest = self.add_weight(
+                name="newest", shape=(), initializer=constant(np.nan), **more
+            )
+
+        def call(self, x: Any, training: bool = False) -> Any:
+            if training:
+                self.lowest.assign(tf.reduce_mean(x))
+                self.newest.assign(tf.reduce_mean(raised(x)))
+            return tf.matmul(x, tf.nn.softmax(tf.convert_to_tensor(self.mask)), transpose_b=True)
+
+    class Model(keras.Model):  # type: ignore[misc]
+        def train_step(self, data: Any) -> Any:
+            logs = super().train_step(data)
+            self.highest.update_state(raised(data[0]))
+            return {**logs, "highest": self.highest.result()}
+
+    keras.utils.set_random_seed(7)
+    inputs = keras.Input([6])
+    model = Model(inputs, keras.layers.Dense(1)(Masked()(inputs)))
+    model.highest = keras.metrics.Mean(name="highest")
+    model.best, model.unset = tf.Variable(np.inf), tf.Variable(np.nan)
+    model.compile(make_optimizer("sgd"), "mse", run_eagerly=how == "eagerly")
+    model = npu.distribute.replicate(model)
+    x, y = samples()
+    x[-1, 0] = 2.0  # in a batch that one rank has alone
+    history = model.fit(x, y, batch_size=16, epochs=2, verbose=0, shuffle=False)
+    return outcome(model, history, loose=[model.best.numpy(), model.unset.numpy()])
+
+
 def body_with_the_callback(kind: str) -> Any:
     """Ascend's callback in the ``fit`` of a replicated model, and its wrapped optimizer: as on one process."""
     keras = tf.keras

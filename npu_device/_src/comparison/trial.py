@@ -66,8 +66,9 @@ class Trial:
         return self.distance(self.sum_of_parts)
 
     def distance(self, array: Any) -> float:
-        """Return the norm of the difference from the whole."""
-        return norm(array - self.whole)
+        """Return the norm of the difference from the whole; NaN if both are infinite, which is no warning's worth."""
+        with np.errstate(invalid="ignore"):
+            return norm(array - self.whole)
 
     def allowed(self, relative: float, absolute: float = 0.0) -> float:
         """Return the largest distance that rounding explains, beside two tolerances."""

@@ -467,6 +467,22 @@ def changed_by(graph: Any) -> tuple[list, Any]:
     return handles, None
 
 
+def may_be_set(variables: Iterable) -> list[bool]:
+    """Return for each variable whether the function being traced may have set it so far; True outside of one."""
+    graph = graph_being_built()
+    handles: dict[int, Any] = {}
+    if isinstance(graph, FuncGraph):
+        handles = {id(outer): inner for outer, inner in graph.captures}
+    found = []
+    for variable in variables:
+        handle = handles.get(id(handle_of(variable)))
+        if handle is None:
+            found.append(True)
+        else:
+            found.append(any(_sets(user, handle) for user in handle.consumers()))
+    return found
+
+
 def _sets(operation: Any, handle: Any) -> bool:
     if _READS.match(operation.type):
         return False

@@ -9,6 +9,7 @@ file is what they call, in that order. How losses, metrics, layers and optimizer
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -268,22 +269,33 @@ def _float_as_tensor(leaf: Any) -> Any:
 
 @dataclass
 class _Group:
-    """Variables of one dtype and one factor, and their values before the step.
-
-    Packed into one tensor, since operations for each of hundreds of variables would cost more than the step.
-    """
+    """Variables of one dtype and one factor, and their values before the step."""
 
     dtype: tf.DType
     factor: Any
     members: list = field(default_factory=list)
-    start: Any = None
+    values: list = field(default_factory=list)
 
     def begin(self) -> None:
-        self.start = _packed(self.members)
+        self.values = list(map(tf.convert_to_tensor, self.members))
 
-    def increment(self) -> tf.Tensor:
+    def set_by_step(self) -> _Group:
+        """Return the group without variables that a step, as it is traced, leaves alone: they stay as they are."""
+        may_be_set = compat.may_be_set(self.members)
+        members = list(itertools.compress(self.members, may_be_set))
+        values = list(itertools.compress(self.values, may_be_set))
+        return _Group(self.dtype, self.factor, members, values)
+
+    def start(self) -> tf.Tensor:
+        """Return the values before the step, one after the other; 0 for inf and NaN, to which nothing can be added."""
+        start = _packed(self.values)
+        if self.dtype.is_floating:
+            start = tf.where(tf.math.is_finite(start), start, tf.zeros_like(start))
+        return start
+
+    def increment(self, start: tf.Tensor) -> tf.Tensor:
         """Return what the step has added to the variables, times the factor."""
-        return _weighted(_packed(self.members) - self.start, self.factor)
+        return _weighted(_packed(self.members) - start, self.factor)
 
 
 class Increments:
@@ -308,10 +320,15 @@ class Increments:
         """Give each variable its value before the step plus the sum of all ranks' increments."""
         # One reduction for each dtype, since the factors are applied before it.
         for dtype in dict.fromkeys(group.dtype for group in self._groups):
-            groups = [group for group in self._groups if group.dtype == dtype]
-            increments = [group.increment() for group in groups]
-            starts = tf.concat([group.start for group in groups], axis=0)
-            total = starts + self._sum_over_ranks(tf.concat(increments, axis=0))
+            groups = [group.set_by_step() for group in self._groups if group.dtype == dtype]
+            groups = [group for group in groups if group.members]
+            # The same on all ranks, which trace the same step.
+            if not groups:
+                continue
+            starts = [group.start() for group in groups]
+            increments = [group.increment(start) for group, start in zip(groups, starts)]
+            sums = self._sum_over_ranks(tf.concat(increments, axis=0))
+            total = tf.concat(starts, axis=0) + sums
             members = [member for group in groups for member in group.members]
             sizes = [tf.TensorShape(member.shape).num_elements() for member in members]
             for member, flat in zip(members, tf.split(total, sizes)):
@@ -322,7 +339,10 @@ class Increments:
 
 
 def _packed(variables: Sequence) -> tf.Tensor:
-    """Return the values of variables of one dtype, one after the other."""
+    """Return the values of variables of one dtype, or tensors, one after the other.
+
+    In one tensor, since operations for each of hundreds of variables would cost more than the step.
+    """
     tensors = map(tf.convert_to_tensor, variables)
     return tf.concat([_reshaped(tensor, [-1]) for tensor in tensors], axis=0)
 
@@ -337,10 +357,12 @@ def _reshaped(tensor: tf.Tensor, shape: Any) -> tf.Tensor:
 def _weighted(increment: tf.Tensor, factor: Any) -> tf.Tensor:
     if not tf.is_tensor(factor) and factor == 1.0:
         return increment
-    if increment.dtype.is_floating:
-        return increment * tf.cast(factor, increment.dtype)
+    weighted = increment
     # No fraction of an integer is an integer: it counts in full or not at all.
-    return tf.where(factor > 0, increment, tf.zeros_like(increment))
+    if increment.dtype.is_floating:
+        weighted = increment * tf.cast(factor, increment.dtype)
+    # Without samples, not even inf or NaN counts.
+    return tf.where(factor > 0, weighted, tf.zeros_like(increment))
 
 
 # The logs
