@@ -90,6 +90,12 @@ def test_metrics_of_a_replica_are_like_those_of_one_process(
     compare(keras_two_ranks, keras_single, fit_bodies.body_metrics)
 
 
+def test_predict_returns_what_one_process_does(keras_two_ranks: Pool, keras_single: Pool) -> None:
+    compare(keras_two_ranks, keras_single, fit_bodies.body_outputs)
+    for error in keras_two_ranks.run(fit_bodies.body_outputs_that_vary):
+        assert "output[kept] has no fixed number of rows" in error and "What to do: " in error
+
+
 def test_the_callback_chooses_the_rank_that_sends(several_keras_ranks: Pool) -> None:
     results = several_keras_ranks.run(fit_step_bodies.body_from_another_rank)
     same_bits(results[-1][0], *(weights for _, weights in results))

@@ -210,6 +210,47 @@ def body_metrics() -> Any:
     return outcome(model, history, scores=model.evaluate(x, y, verbose=0, return_dict=True))
 
 
+class Outputs(tf.keras.Model):  # type: ignore[misc]
+    """Returns outputs of a name, with and without rows for each sample; and rows of samples."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.output_name = name
+        self.table = tf.Variable(np.arange(12, dtype=np.float32).reshape([4, 3]), trainable=False)
+
+    def call(self, x: Any) -> Any:
+        outputs = {
+            "rows": lambda: -x,
+            "halves": lambda: tf.reshape(x, [-1, 3]),
+            "table": lambda: tf.identity(self.table),
+            "mean": lambda: tf.reduce_mean(x, axis=0, keepdims=True),
+            "kept": lambda: tf.boolean_mask(x, x[:, 0] > 0.0),
+        }
+        return {"x": 2.0 * x, self.output_name: outputs[self.output_name]()}
+
+
+def body_outputs() -> Any:
+    """``predict`` of outputs, by their names and the numbers of samples in the batches of the model that gives them."""
+    found: dict[str, Any] = {}
+    x, _ = samples(8)
+    # On two ranks, a table has as many rows as the samples of each, and a mean too.
+    cases = [("table", 8), ("mean", 2), ("mean", 8, 2), ("halves", 5, 8, 1), ("table, eagerly", 8)]
+    cases += [("rows, eagerly", 5, 1)]
+    for kind, *sizes in cases:
+        name, _, how = kind.partition(", ")
+        model = Outputs(name)
+        model.compile(run_eagerly=bool(how))
+        model = npu.distribute.replicate(model)
+        for size in sizes:
+            found[f"{kind}, {size}"] = model.predict(x[:size], batch_size=size, verbose=0)
+    return {"weights": [], **found}
+
+
+def body_outputs_that_vary() -> str:
+    """The error of an output with a number of rows that depends on the samples."""
+    return error_of(npu.distribute.replicate(Outputs("kept")).predict, samples(8)[0], verbose=0)
+
+
 def body_unshuffled(kind: str) -> Any:
     """Data that aren't the same on all ranks; returns the error or the logs."""
     rank = npu.open().worker_id

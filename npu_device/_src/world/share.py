@@ -192,7 +192,7 @@ def shapes_of(batch: Any) -> str:
     """Return the tensors of a batch that are divided, by name, with their shapes, one a line."""
     return "\n".join(
         f"  data{name}: shape {tuple(tf.TensorShape(leaf.shape))}"
-        for name, leaf in _named_leaves("", batch)
+        for name, leaf in named_leaves("", batch)
         if _is_divisible(leaf)
     )
 
@@ -228,13 +228,14 @@ def _is_divisible(leaf: Any) -> bool:
     return tf.TensorShape(leaf.shape).rank != 0
 
 
-def _named_leaves(name: str, batch: Any) -> Iterator[tuple[str, Any]]:
+def named_leaves(name: str, batch: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the tensors in nested data, each after its name, such as ``data['x'][0]``."""
     if isinstance(batch, dict):
         for key in batch:
-            yield from _named_leaves(f"{name}[{key!r}]", batch[key])
+            yield from named_leaves(f"{name}[{key!r}]", batch[key])
     elif isinstance(batch, (tuple, list)):
         for position, branch in enumerate(batch):
-            yield from _named_leaves(f"{name}[{position}]", branch)
+            yield from named_leaves(f"{name}[{position}]", branch)
     else:
         yield name, batch
 

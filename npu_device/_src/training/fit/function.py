@@ -71,6 +71,7 @@ class Function(StepContext):
         return self
 
     def _make_anew(self) -> None:
+        self.predicts_rows.clear()
         # Keras makes its function only where there is none.
         setattr(self.model, self._name, None)
         self._make_keras_function(True)

@@ -19,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from npu_device._src import compat, environment
-from npu_device._src.training.fit import xla
+from npu_device._src.training.fit import predictions, xla
 from npu_device._src.training.fit.losses import Losses
 from npu_device._src.training.fit.metrics import Metrics
 from npu_device._src.training.fit.randomness import RandomNumbers
@@ -79,8 +79,7 @@ def predict_step(context: StepContext) -> Callable[[Any], Any]:
         share = divide(context.world, batch)
         with running(_current_step(context, share)):
             own_outputs = own_step(share.data)
-        outputs = _gather(context.world, share, own_outputs)
-        # Outputs that aren't one for each sample can't be divided.
+        outputs = predictions.of_all_ranks(context, batch, share, own_outputs)
         return own_step(batch) if outputs is None else outputs
 
     return step
@@ -363,20 +362,3 @@ def _weighted(increment: tf.Tensor, factor: Any) -> tf.Tensor:
         weighted = increment * tf.cast(factor, increment.dtype)
     # Without samples, not even inf or NaN counts.
     return tf.where(factor > 0, weighted, tf.zeros_like(increment))
-
-
-# The logs
-
-
-@compat.do_not_convert
-def _gather(world: World, share: Share, outputs: Any) -> Any:
-    """Return all ranks' predictions in the order of the batch; None if there isn't one per sample."""
-    leaves = tf.nest.flatten(outputs)
-    for leaf in leaves:
-        if not isinstance(leaf, tf.Tensor) or leaf.shape.rank == 0:
-            return None
-        dtype = leaf.dtype
-        if not (dtype.is_floating or dtype.is_integer or dtype.is_bool):
-            return None
-    gathered = [world.gather(share.counted(leaf)) for leaf in leaves]
-    return tf.nest.pack_sequence_as(outputs, gathered)

@@ -30,6 +30,7 @@ class StepContext:
         batches_from_root: rank 0's batches are sent to all ranks.
         has_own_data: each rank reads its own rows: ``divided``, a pipeline, a Sequence with ``rows``. The
             batches have tags (``share.is_divided``).
+        predicts_rows: by the type of a batch, whether all outputs of ``predict`` have rows for the samples.
         after_draws: called with the random numbers that a step has drawn, and its share.
     """
 
@@ -41,6 +42,7 @@ class StepContext:
     checksum: RunningChecksum = field(default_factory=RunningChecksum)
     batches_from_root: bool = False
     has_own_data: bool = False
+    predicts_rows: dict[str, bool] = field(default_factory=dict)
     after_draws: Callable[[RandomNumbers, Share], None] = _ignore
     known_parts: Optional[ModelParts] = None
 

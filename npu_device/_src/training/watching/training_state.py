@@ -92,12 +92,16 @@ def build_optimizer(model: Any) -> None:
         compat.build_optimizer(model.optimizer, model.trainable_variables)
 
 
-def trace_step(model: Any, step: Callable[[Any], Any], batch_spec: Any) -> None:
-    """Make all variables that a step of a model makes by tracing it with a ``tf.TypeSpec``; nothing is computed."""
+def trace_step(model: Any, step: Callable[[Any], Any], batch_spec: Any) -> Any:
+    """Make all variables that a step of a model makes by tracing it with a ``tf.TypeSpec``; nothing is computed.
+
+    Returns the types of what the step returns.
+    """
     # AutoGraph is on where Keras itself traces the step with it.
     autograph = not compat.is_keras_3(compat.keras_of(model))
     with only_building():
-        tf.function(step, autograph=autograph).get_concrete_function(batch_spec)
+        traced = tf.function(step, autograph=autograph).get_concrete_function(batch_spec)
+    return traced.structured_outputs
 
 
 def call_on(model: Any, batch: Any) -> None:
