@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,46 @@ def test_fit_is_that_of_one_process(
     several_keras_ranks: Pool, keras_single: Pool, kind: str
 ) -> None:
     compare(several_keras_ranks, keras_single, body_fit, kind, 10)  # the last batch has one sample
+
+
+def body_in_callbacks(directory: str) -> Any:
+    """``evaluate`` in a callback of ``fit``, on data of which each rank has its part; and callbacks that write."""
+    x, y = samples(SAMPLES)
+    rank, size = npu.distribute.rank(), npu.distribute.size()
+    rows = lambda index: (tf.gather(x, index), tf.gather(y, index))  # noqa: E731
+    data = [
+        npu.distribute.pipeline(tf.data.Dataset.range(SAMPLES), rows, 10),
+        npu.distribute.divided(
+            tf.data.Dataset.from_tensor_slices((x, y)).shard(size, rank).batch(5)
+        ),
+    ]
+    scores = []
+    model = replicated()
+
+    def evaluate(epoch: int, logs: Any) -> None:
+        for test in data:
+            scores.append(model.evaluate(test, verbose=0, return_dict=True))
+            if size > 1:
+                assert "pass all of the data" in error_of(model.predict, test, verbose=0)
+
+    history = model.fit(
+        *(x, y, 10),
+        epochs=2,
+        verbose=0,
+        validation_data=(x, y),
+        callbacks=[tf.keras.callbacks.LambdaCallback(on_epoch_end=evaluate)],
+    )
+    for method in (model.evaluate, model.predict):
+        board = tf.keras.callbacks.TensorBoard(f"{directory}/{size}/{rank}")
+        method(x, callbacks=[board], verbose=0, **({"y": y} if method == model.evaluate else {}))
+    assert os.path.exists(f"{directory}/{size}/{rank}") is npu.distribute.is_main()
+    return outcome(model, history, scores=scores)
+
+
+def test_callbacks_may_evaluate_and_only_rank_0_writes(
+    keras_two_ranks: Pool, keras_single: Pool, tmp_path: Path
+) -> None:
+    compare(keras_two_ranks, keras_single, body_in_callbacks, directory=tmp_path)
 
 
 def body_slow_input() -> list[str]:

@@ -423,6 +423,9 @@ def hides_its_state(generator: Any) -> bool:
 COUNTERS_METHOD = "_maybe_load_initial_counters_from_ckpt"
 """The method by which a tf-keras model takes the epoch to begin with from a backup."""
 
+FOR_VALIDATION = "_use_cached_eval_dataset"
+"""The argument with which Keras's ``fit`` calls ``evaluate`` for its validation data."""
+
 
 _LOSS_REDUCTIONS = {"reduce_weighted_values", "apply_valid_mask", "compute_weighted_loss"}
 

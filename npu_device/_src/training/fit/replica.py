@@ -144,14 +144,19 @@ class Replica:
 
     def _evaluate_or_predict(self, function: Function, own_method: Callable) -> Callable:
         def call(*args: Any, **kwargs: Any) -> Any:
-            # Keras calls it for the validation data of a ``fit``, which compares the batches
-            # itself.
-            if self.state.in_fit:
+            # Keras calls it for the validation data of a ``fit``, which has prepared all arguments.
+            if compat.FOR_VALIDATION in kwargs:
                 arguments = Arguments(self.model, own_method, args, kwargs)
                 if not self.world.is_main:
                     arguments.set("verbose", 0)
                 return arguments.call()
+            source = function.source
             arguments = self._arguments(function, own_method, args, kwargs)
+            passed = arguments.get("callbacks")
+            if passed is not None:
+                arguments.set("callbacks", without_writing(self.world, self.model, passed))
+            if self.state.in_fit:
+                return self._call_in_fit(function, arguments, source)
             shared_data.pass_as_tensors(self.world, self.model, arguments)
             function.is_first_call = True
             try:
@@ -162,6 +167,28 @@ class Replica:
             return returned
 
         return call
+
+    def _call_in_fit(self, function: Function, arguments: Arguments, source: Any) -> Any:
+        """Call ``evaluate`` or ``predict`` for a callback of a ``fit``, whose validation data are those of ``source``.
+
+        The ``fit`` compares the batches itself, at the end of an epoch.
+        """
+        before = function.is_first_call, function.has_own_data
+        is_divided = arguments.get("x") is not function.source
+        if is_divided:
+            # Where each rank has its part, a difference is an error, but not in the batches before.
+            self._compare_batches()
+            function.has_own_data = True
+        try:
+            returned = arguments.call()
+            if is_divided:
+                self._compare_batches()
+        finally:
+            function.source = source
+            if function is self.test:
+                # The first batches of the validation data are still to be compared.
+                function.is_first_call, function.has_own_data = before
+        return returned
 
     def _arguments(
         self, function: Function, own_method: Callable, args: Any, kwargs: Any
@@ -303,11 +330,8 @@ def callbacks_of_rank(
 ) -> Any:
     """Return the callbacks of ``fit`` on this rank: those that write only on rank 0, and one where the ranks meet."""
     keras = compat.keras_of(model)
-    passed = _listed(callbacks)
-    kept = list(passed)
-    if not world.is_main:
-        kept = [callback for callback in passed if not _is_one_of(_WRITE, callback, keras)]
-    for callback in passed:
+    kept = list(_listed(without_writing(world, model, callbacks)))
+    for callback in _listed(callbacks):
         if _is_one_of(("ModelCheckpoint",), callback, keras):
             # Keras 3 would make the directory on all ranks at once; one of them fails.
             directory = os.path.dirname(str(callback.filepath))
@@ -338,13 +362,28 @@ def callbacks_of_rank(
     # Before callbacks write files, all ranks get the gradients that they have added up.
     kept.insert(0, settling)
     meeting = calls_at_epochs(agree_on_first_epoch, meet)
+    if hasattr(callbacks, "callbacks"):
+        # Keras hands the model to callbacks when it makes the list, which has been done.
+        meeting.set_model(model)
+    return _list_with([*kept, meeting], callbacks)
+
+
+def without_writing(world: World, model: Any, callbacks: Any) -> Any:
+    """Return what a script passes as callbacks, on ranks but 0 without those that write."""
+    if world.is_main:
+        return callbacks
+    keras = compat.keras_of(model)
+    kept = [each for each in _listed(callbacks) if not _is_one_of(_WRITE, each, keras)]
+    return _list_with(kept, callbacks)
+
+
+def _list_with(kept: list, callbacks: Any) -> Any:
+    """Return a list of callbacks like the one that a script passes: a copy of Keras's own list, or a plain one."""
     if not hasattr(callbacks, "callbacks"):
-        return [*kept, meeting]
-    # Keras hands the model to callbacks when it makes the list, which has been done.
-    meeting.set_model(model)
-    # Copied, since the list of the script may serve another ``fit``.
+        return kept
+    # Copied, since the list of the script may serve another call.
     own_list = copy.copy(callbacks)
-    own_list.callbacks = [*kept, meeting]
+    own_list.callbacks = kept
     return own_list
 
 
