@@ -311,9 +311,10 @@ def line(features: Any, labels: Any, mode: str, params: dict[str, Any]) -> Any:
     train = tf.compat.v1.train.GradientDescentOptimizer(params["rate"]).minimize(
         loss, global_step=step
     )
-    return run_config.NPUEstimatorSpec(
-        mode, predictions=features * w, loss=loss, train_op=train, host_call=(print, [])
-    )
+    # All arguments by position, host_call last.
+    spec = run_config.NPUEstimatorSpec(mode, features * w, loss, train, *[None] * 7, (print, []))
+    assert spec.host_call == (print, [])
+    return spec
 
 
 def pairs() -> Any:
@@ -327,7 +328,7 @@ def test_session_config_trains_evaluates_and_predicts(tmp_path: Path) -> None:
     session = tf.compat.v1.ConfigProto()
     config = NPURunConfig(model_dir=str(tmp_path), iterations_per_loop=5, session_config=session)
     estimator = NPUEstimator(model_fn=line, config=config, params={"rate": 0.2})
-    estimator.train(pairs, max_steps=20)
+    estimator.train(pairs, None, None, 20)
     assert estimator.get_variable_value("w") == pytest.approx(3.0)
     assert estimator.evaluate(pairs, steps=1)["loss"] == pytest.approx(0.0, abs=1e-6)
     assert next(estimator.predict(pairs)) == pytest.approx(3.0)
@@ -371,7 +372,7 @@ def body_train() -> float:
 
     with tempfile.TemporaryDirectory() as directory:
         estimator = NPUEstimator(model_fn=model_fn, config=NPURunConfig(model_dir=directory))
-        estimator.train(pairs, steps=2)
+        estimator.train(pairs, [], 2)
         tf.compat.v1.summary.FileWriterCache.clear()
         return float(estimator.get_variable_value("w"))
 

@@ -300,13 +300,18 @@ class NPUEstimator(_Estimator):
         self.train = self._train_from_the_same_variables
 
     def _train_from_the_same_variables(
-        self, input_fn: Callable, hooks: Sequence | None = None, **keywords: Any
+        self,
+        input_fn: Callable,
+        hooks: Sequence | None = None,
+        steps: int | None = None,
+        max_steps: int | None = None,
+        saving_listeners: Sequence | None = None,
     ) -> Any:
         hooks = list(hooks or ())
         if unless_child() is not None and not self.config.horovod_mode:
             # The hook comes first, so that the other hooks find the variables of the root.
             hooks.insert(0, NPUBroadcastGlobalVariablesHook(0))
-        return super().train(input_fn, hooks=hooks, **keywords)
+        return super().train(input_fn, hooks, steps, max_steps, saving_listeners)
 
 
 class NPUEstimatorSpec(_EstimatorSpec):
@@ -324,6 +329,9 @@ class NPUEstimatorSpec(_EstimatorSpec):
 
     def __new__(cls, mode: str, *arguments: Any, host_call: Any = None, **keywords: Any) -> Any:
         require_estimator("NPUEstimatorSpec")
+        # By position, Ascend's argument comes after those of TensorFlow.
+        if len(arguments) == len(cls._fields):
+            *arguments, host_call = arguments  # type: ignore[assignment]
         spec = super().__new__(cls, mode, *arguments, **keywords)
         spec.host_call = host_call
         return spec
