@@ -78,7 +78,7 @@ class TableRows:
             # Runs of one lookup are as far apart as there are lookups.
             lookup_indices = tf.concat(index_runs[lookup::lookups], 0)
             if is_distinct:
-                lookup_rows, lookup_indices = _add_up_duplicates(lookup_rows, lookup_indices)
+                lookup_rows, lookup_indices = add_up_duplicates(lookup_rows, lookup_indices)
             merged_rows.append(lookup_rows)
             merged_indices.append(lookup_indices)
         return tf.concat(merged_rows, 0), tf.concat(merged_indices, 0)
@@ -113,12 +113,12 @@ def add_up_slices(
     """
     dtype = reduced_dtype(slices.values.dtype, reduction)
     size = engine.group.size
-    own_rows, own_indices = _add_up_duplicates(slices.values, slices.indices)
+    own_rows, own_indices = add_up_duplicates(slices.values, slices.indices)
 
     def gathered() -> RowsAndIndices:
         # One row per index, as in the dense table: a norm over the rows must not depend on how they were reduced.
         all_rows = tf.cast(_gather_rows(engine, own_rows, wire), sum_dtype(dtype))
-        rows, row_indices = _add_up_duplicates(all_rows, gather_ragged(engine, own_indices))
+        rows, row_indices = add_up_duplicates(all_rows, gather_ragged(engine, own_indices))
         if reduction == "mean":
             rows = rows / size
         return tf.cast(rows, dtype), row_indices
@@ -149,6 +149,7 @@ def _gather_rows(engine: AgreedEngine, rows: tf.Tensor, wire: Wire) -> tf.Tensor
     return tf.cast(gather_ragged(engine, sent), rows.dtype)
 
 
-def _add_up_duplicates(rows: tf.Tensor, indices: tf.Tensor) -> RowsAndIndices:
+def add_up_duplicates(rows: tf.Tensor, indices: tf.Tensor) -> RowsAndIndices:
+    """Add up the rows of each index, in their order; return them with the indices, each of which is there once."""
     unique, position = tf.unique(indices)
     return tf.math.unsorted_segment_sum(rows, position, tf.size(unique)), unique

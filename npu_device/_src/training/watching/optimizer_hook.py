@@ -11,6 +11,7 @@ from npu_device._src import compat
 from npu_device._src.collectives.job import Job, current
 from npu_device._src.training.watching.applied_gradients import AppliedGradients, UnequalStartError
 from npu_device._src.training.watching.last_word import LastWord
+from npu_device._src.training.watching.row_order import rows_in_order
 from npu_device._src.training.watching.wrapped_optimizers import reducer_inside
 
 _log = logging.getLogger("npu_device")
@@ -72,7 +73,8 @@ def _wrapper(original: Callable, parameter: str) -> Callable:
             reducer = reducer_inside(self)
         if reducer is not None:
             variables = compat.variables_to_update(self, *further, **kwargs)
-            return reducer.apply(self, functools.partial(original, self), gradients, variables)
+            with rows_in_order(self, gradients):
+                return reducer.apply(self, functools.partial(original, self), gradients, variables)
         if not watching.skips(self):
             try:
                 pairs = gradients
@@ -87,6 +89,9 @@ def _wrapper(original: Callable, parameter: str) -> Callable:
                 _log.debug(
                     "could not look at the gradients of a %s", type(self).__name__, exc_info=True
                 )
-        return original(self, gradients, *further, **kwargs)
+        if parameter != "grads":
+            return original(self, gradients, *further, **kwargs)
+        with rows_in_order(self, gradients):
+            return original(self, gradients, *further, **kwargs)
 
     return apply

@@ -47,9 +47,11 @@ _SHARE = 0.0005
 _ADVICE = (
     "Likely cause: a rank that changed a variable alone (an assign, a callback, a restored checkpoint); variables that "
     "were made after the broadcast; a loss with another seed or learning rate on each rank, whose gradients were not "
-    "reduced; or hosts with different processors, which round differently.\n"
-    "What to do: make the change on every rank; broadcast again after it. NPU_DEVICE_AUDIT=1 finds the step, and "
-    "NPU_DEVICE_DRIFT=warning goes on after one warning."
+    "reduced; operations whose order varies, as of embeddings on a GPU; or hosts with different processors, which "
+    "round differently.\n"
+    "What to do: make the change on every rank; broadcast again after it. On GPUs, call "
+    "tf.config.experimental.enable_op_determinism(). NPU_DEVICE_AUDIT=1 finds the step, and NPU_DEVICE_DRIFT=warning "
+    "goes on after one warning."
 )
 
 
