@@ -18,6 +18,7 @@ from tensorflow.python.eager import context as _context
 from tensorflow.python.framework import ops as _ops
 from tensorflow.python.framework.func_graph import FuncGraph
 from tensorflow.python.ops import (
+    control_flow_ops as _control_flow_ops,
     control_flow_util as _control_flow_util,
     control_flow_v2_func_graphs as _branches,
     resource_variable_ops as _resource_variable_ops,
@@ -117,6 +118,45 @@ def _operations_after_exchanges(graph: Any) -> set[str]:
 def is_saving() -> bool:
     """Return whether a function is being traced for a SavedModel."""
     return bool(_save_context.in_save_context())
+
+
+class _OwnTraces(_control_flow_ops.XLAControlFlowContext):
+    """What TensorFlow compares before it reuses a trace; it changes nothing else, and XLA has no part in it."""
+
+    def IsXLAContext(self) -> bool:
+        return False
+
+    def RequiresUniqueFunctionRetracing(self) -> bool:
+        return True
+
+
+_own_traces: list[_OwnTraces] = []
+"""Kept, because TensorFlow compares their ids."""
+
+
+@contextlib.contextmanager
+def own_traces() -> Iterator[None]:
+    """Let functions of the script that are called in the block have traces of their own, which no other block reuses.
+
+    TensorFlow keeps the trace of a ``tf.function`` for all callers that it takes for alike: those in one XLA context
+    that asks for it (``make_function_context``). An eager caller has none, so that functions run eagerly there.
+    """
+    if graph_being_built() is not None:
+        context = _OwnTraces()
+        _own_traces.append(context)
+        context.Enter()
+        try:
+            yield
+        finally:
+            context.Exit()
+        return
+    were_eager = tf.config.functions_run_eagerly()
+    # TensorFlow has no setting per function; the switch is for the whole process.
+    tf.config.run_functions_eagerly(True)
+    try:
+        yield
+    finally:
+        tf.config.run_functions_eagerly(were_eager)
 
 
 _CONTROL_FLOW = (

@@ -125,7 +125,9 @@ def running(step: CurrentStep | None) -> Iterator[None]:
     outer_step = current_step()
     _running.step = step
     try:
-        yield
+        # What stands in for methods while a step runs belongs to that step.
+        with compat.own_traces():
+            yield
     finally:
         _running.step = outer_step
 

@@ -8,9 +8,8 @@ from npu_device._src import compat, environment
 from npu_device._src.collectives.engine_text import say
 from npu_device._src.training.fit import first_step, randomness, sources, start
 from npu_device._src.training.fit.divided import Divided
-from npu_device._src.training.fit.model_parts import generators_of, parts_of
+from npu_device._src.training.fit.model_parts import parts_of
 from npu_device._src.training.fit.randomness import RandomNumbers
-from npu_device._src.training.fit.replaced import Replaced
 from npu_device._src.training.fit.replica_state import ReplicaState
 from npu_device._src.training.fit.step import divide
 from npu_device._src.training.fit.step_context import StepContext
@@ -83,15 +82,9 @@ class Function(StepContext):
         if self._is_built:
             return
         self._is_built = True
-        replaced = Replaced()
-        numbers = RandomNumbers(self.world, generators_of(self.model), replaced)
 
         def own_part(batch: Any) -> Any:
-            samples = divide(self.world, batch).data
-            if self.mode == "train":
-                # Drawn as in a step already, since functions that the step calls are traced here, and not again.
-                numbers.begin()
-            return samples
+            return divide(self.world, batch).data
 
         spec = start.spec_of(self.model, batches, batch)
         try:
@@ -102,8 +95,6 @@ class Function(StepContext):
             if self.model.run_eagerly and may_need_values:
                 raise RuntimeError(f"{type(error).__name__}: {error}\n{_TRACED}") from error
             raise
-        finally:
-            replaced.restore()
 
     def _make_draws_common(self, numbers: RandomNumbers, share: Share) -> None:
         """Let all ranks have the same draws for the whole batch, and report once on all draws."""

@@ -55,7 +55,8 @@ class WeightedReducer(GradientReducer):
         gradients = list(gradients)
         step = current_step()
         if step is None:
-            if is_only_building():
+            # A trace for XLA can't be kept from later callers: reducing there is an error that names the remedy.
+            if is_only_building() and not compat.compiled_by_xla():
                 return gradients
             return super().reduce(optimizer, gradients, owners)
         # A custom step has reduced them already, or all that they are made of.

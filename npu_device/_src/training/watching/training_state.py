@@ -99,9 +99,16 @@ def trace_step(model: Any, step: Callable[[Any], Any], batch_spec: Any) -> Any:
     """
     # AutoGraph is on where Keras itself traces the step with it.
     autograph = not compat.is_keras_3(compat.keras_of(model))
+    own_traces = compat.do_not_convert(compat.own_traces)
+
+    def traced(batch: Any) -> Any:
+        # Traces that reduce nothing are for no other caller.
+        with own_traces():
+            return step(batch)
+
     with only_building():
-        traced = tf.function(step, autograph=autograph).get_concrete_function(batch_spec)
-    return traced.structured_outputs
+        concrete = tf.function(traced, autograph=autograph).get_concrete_function(batch_spec)
+    return concrete.structured_outputs
 
 
 def call_on(model: Any, batch: Any) -> None:

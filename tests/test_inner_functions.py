@@ -1,0 +1,127 @@
+"""Functions of the script inside the step of a replicated model: TensorFlow keeps what it has traced of them, and each
+step has traces of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from caught_messages import error_of
+from fit_models import descend, outcome, samples
+from pool import Pool
+from rank_comparison import compare
+
+import npu_device as npu
+
+
+def body_functions(kind: str) -> Any:
+    """Functions of the script, in which TensorFlow keeps what it has traced: a step, what it calls, a model's call."""
+    keras = tf.keras
+    keras.utils.set_random_seed(3)
+    parts = [keras.layers.Dense(4), keras.layers.BatchNormalization(synchronized=True)]
+    parts.append(keras.layers.Dense(1))
+    for size, part in zip((6, 4, 4), parts):
+        part.build((None, size))
+
+    class Model(keras.Model):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = parts
+            self.update = tf.function(self.learn)
+
+        def forward(self, x: Any, training: bool = False) -> Any:
+            hidden = self.parts[0](x)
+            if kind == "call":
+                hidden = self.parts[1](hidden, training=training)
+            return self.parts[2](hidden)
+
+        def learn(self, x: Any, y: Any) -> Any:
+            def loss() -> Any:
+                loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
+                for count in tf.range(2):  # only a function with AutoGraph can do this
+                    loss += 0.1 * loss * tf.cast(count, loss.dtype)
+                return loss
+
+            return descend(self, loss)
+
+    class OwnStep(Model):
+        def train_step(self, data: Any) -> Any:
+            return {"loss": self.update(*data)}
+
+        @tf.function  # type: ignore[untyped-decorator]
+        def test_step(self, data: Any) -> Any:
+            return {"loss": tf.reduce_mean((self(data[0]) - data[1]) ** 2)}
+
+    inside = tf.function(Model.forward)
+    Model.call = inside if kind == "call" else Model.forward
+    model = Model() if kind == "call" else OwnStep()
+    x, y = samples(41)
+    y = y[:, None].astype(np.float32)
+    model(x)  # kept, too
+    optimizer, histories = keras.optimizers.SGD(0.05), []
+    for _ in range(2):
+        model.compile(
+            optimizer, "mse" if kind == "call" else None, run_eagerly=kind == "eager step"
+        )
+        model = npu.distribute.replicate(model)
+        data = {"batch_size": 10, "shuffle": False, "verbose": 0}
+        histories.append(model.fit(x, y, validation_data=(x[:33], y[:33]), **data))
+    logs = [np.asarray(log) for history in histories for _, log in sorted(history.history.items())]
+    return outcome(model, histories[0], logs=logs)
+
+
+def body_compiled_by_xla() -> tuple[str, int]:
+    """Return the error of a step whose function XLA is to compile, and how often a function of a call was traced."""
+    keras, traces = tf.keras, []
+
+    class Model(keras.Model):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense = keras.layers.Dense(1)
+            self.update = tf.function(self.learn, jit_compile=True)
+
+        def call(self, x: Any) -> Any:
+            return self.dense(x)
+
+        def learn(self, x: Any) -> Any:
+            return descend(self, lambda: tf.reduce_mean(self(x) ** 2))
+
+        def train_step(self, data: Any) -> Any:
+            return {"loss": self.update(data)}
+
+    @tf.function  # type: ignore[untyped-decorator]
+    def doubled(x: Any) -> Any:
+        traces.append(x)
+        return 2 * x
+
+    x, y = samples(12)
+    model = Model()
+    model.dense.build((None, 6))
+    model.compile(keras.optimizers.SGD(0.1))
+    error = error_of(npu.distribute.replicate(model).fit, x, batch_size=6, verbose=0)
+    layers = [keras.Input([6]), keras.layers.Lambda(doubled), keras.layers.Dense(1)]
+    model = keras.Sequential(layers)
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    model = npu.distribute.replicate(model)
+    model.fit(x, y, batch_size=6, verbose=0)
+    traces.clear()
+    model.fit(x, y, batch_size=6, epochs=2, verbose=0)
+    return error, len(traces)
+
+
+@pytest.mark.parametrize(
+    "kind", ["step", "call", pytest.param("eager step", marks=pytest.mark.full)]
+)
+def test_functions_in_a_step_train_like_one_process(
+    several_keras_ranks: Pool, keras_single: Pool, kind: str
+) -> None:
+    compare(several_keras_ranks, keras_single, body_functions, kind)
+
+
+def test_what_xla_compiles_is_refused_and_nothing_is_traced_again(keras_two_ranks: Pool) -> None:
+    for error, traces in keras_two_ranks.run(body_compiled_by_xla):
+        assert "leave jit_compile out of tf.function" in error
+        assert traces == 0
