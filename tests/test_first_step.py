@@ -20,8 +20,8 @@ import npu_device as npu
 
 SAMPLES = 12
 FUNCTIONAL = (
-    "functional", "mixing operation", "mean", "sum", "valid steps", "sorted", "added sum", "noise", "size in a layer",
-    "optimizer that clips", "codebook", "start by the batch",
+    "functional", "mixing operation", "mean", "sum", "valid steps", "sorted", "few labels", "added sum", "noise",
+    "size in a layer", "optimizer that clips", "codebook", "start by the batch",
 )  # fmt: skip
 
 
@@ -38,6 +38,8 @@ def model_and_data(kind: str) -> tuple[Any, dict[str, Any]]:
             data["y"] = np.sort(y != 0)[::-1].astype(
                 np.int32
             )  # the first half of the samples counts
+        if kind == "few labels":
+            data["y"] = np.where(np.arange(SAMPLES) == 5, 2, 0)
         if kind == "size in a layer":
             data = {"x": whole.batch(SAMPLES, drop_remainder=True), "verbose": 0}
     elif kind == "ragged":
@@ -200,8 +202,10 @@ def _functional(kind: str) -> Any:
     def own_loss(y: Any, out: Any) -> Any:
         y = tf.reshape(y, [-1])  # tf-keras gives it a second axis
         each = keras.losses.sparse_categorical_crossentropy(y, out, from_logits=True)
+        valid = tf.cast(y != 0, each.dtype)
+        if kind == "few labels":
+            return tf.reduce_sum(each * valid) / tf.maximum(tf.reduce_sum(valid), 1.0)
         if kind in ("valid steps", "sorted"):
-            valid = tf.cast(y != 0, each.dtype)
             return tf.reduce_sum(each * valid) / tf.reduce_sum(valid)
         return tf.reduce_sum(each) if kind == "sum" else tf.reduce_mean(each)
 
@@ -224,7 +228,8 @@ def _functional(kind: str) -> Any:
     built_in = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     optimizer = _Clips(0.1) if kind == "optimizer that clips" else keras.optimizers.SGD(0.1)
     model.compile(
-        optimizer, own_loss if kind in ("mean", "sum", "valid steps", "sorted") else built_in
+        optimizer,
+        own_loss if kind in ("mean", "sum", "valid steps", "sorted", "few labels") else built_in,
     )
     return model
 
@@ -337,6 +342,7 @@ WARNINGS = {
     "valid steps of words": ["isn't a mean", "# of words", "ignore_class"],
     "sharpness-aware": ["self.dense.kernel.assign(before + 0.1", "before the move"],
     "sorted": ["isn't a mean", "ignore_class"],
+    "few labels": ["isn't a mean", "ignore_class"],
     "clips": [
         "gradients, _ = tf.clip_by_global_norm(gradients, 99.0)",
         "npu.distribute.all_reduce(gradients)",

@@ -28,12 +28,14 @@ class Trial:
         repeats: from all samples again, with inputs or weights that differ by rounding only.
         parts: from parts of the samples, one for each rank, say.
         weights: each part's fraction of the samples; nothing if no mean is asked for.
+        doubled: computed from all samples twice, which tells a sum from a quotient of sums; None if that isn't known.
     """
 
     whole: Any
     repeats: Sequence
     parts: Sequence = ()
     weights: Sequence[float] = ()
+    doubled: Any = None
 
     @functools.cached_property
     def size(self) -> float:
@@ -65,6 +67,13 @@ class Trial:
         """Return how far the sum over the parts is from the whole."""
         return self.distance(self.sum_of_parts)
 
+    @functools.cached_property
+    def error_of_doubled(self) -> float:
+        """Return how far half of what the samples give twice is from the whole: 0 for a sum."""
+        if self.doubled is None:
+            return 0.0
+        return self.distance(self.doubled / 2)
+
     def distance(self, array: Any) -> float:
         """Return the norm of the difference from the whole; NaN if both are infinite, which is no warning's worth."""
         with np.errstate(invalid="ignore"):
@@ -79,5 +88,6 @@ class Trial:
         return self.error_of_mean <= allowed
 
     def is_sum(self, allowed: float) -> bool:
-        """Return True if the whole is the sum over the parts."""
-        return self.error_of_sum <= allowed
+        """Return True if the whole is the sum over the parts, and twice as large for the samples twice."""
+        # A quotient is the sum over the parts, too, if one of them has nothing to count.
+        return self.error_of_sum <= allowed and self.error_of_doubled <= allowed

@@ -31,6 +31,7 @@ class Runs:
     parts: Sequence[StepResults]
     weights: Sequence[float]  # the parts' fractions of the samples
     tolerance: float  # largest difference that counts as rounding, relative
+    doubled: StepResults | None = None  # of all samples twice
 
     def gradient(self, position: int, is_added_up: bool = False) -> Trial:
         """Return the trial of a gradient; one that is added up over the ranks isn't weighted."""
@@ -63,13 +64,18 @@ class Runs:
         return self._trial(added)
 
     def _all(self) -> list[StepResults]:
-        return [self.whole, *self.repeats, *self.parts]
+        doubled = []
+        if self.doubled is not None:
+            doubled = [self.doubled]
+        return [self.whole, *self.repeats, *self.parts, *doubled]
 
     def _trial(self, arrays: Sequence) -> Trial:
         """Return the trial of a quantity, given its values in all results."""
         whole, *further = arrays
         count = len(self.repeats)
-        return Trial(whole, further[:count], further[count:], self.weights)
+        end = count + len(self.parts)
+        doubled = next(iter(further[end:]), None)
+        return Trial(whole, further[:count], further[count:end], self.weights, doubled)
 
 
 @dataclass(frozen=True)
@@ -142,10 +148,16 @@ def are_sums_with_more(runs: Runs, other_cut: Runs) -> bool:
         other_trial = other_cut.gradient(position)
         excess = trial.sum_of_parts - trial.whole
         other_excess = other_trial.sum_of_parts - other_trial.whole
-        allowed = _CLEARLY * norm(trial.whole - excess)
+        sum_of_samples = trial.whole - excess
+        allowed = _CLEARLY * norm(sum_of_samples)
         # ``not <=``, because a comparison with NaN is always false.
         if not norm(excess - other_excess) <= allowed:
             return False
+        # The samples twice add their sum once more.
+        if trial.doubled is not None:
+            added = trial.doubled - trial.whole
+            if not norm(added - sum_of_samples) <= allowed:
+                return False
         has_excess = has_excess or norm(excess) > _CLEARLY * trial.size
     return has_excess
 
@@ -168,10 +180,13 @@ def sums_among_numbers(runs: Runs) -> IsSum:
     are_sums = {}
     for name in runs.whole.numbers:
         trial = runs.number(name)
-        is_sum = trial.error_of_sum < trial.error_of_mean
+        # A quotient is the same for the samples twice, and half of it lies half its size away.
+        is_sum = (
+            trial.error_of_sum < trial.error_of_mean and trial.error_of_doubled < trial.size / 4
+        )
         if name.startswith((LOSS, ADDED_LOSS)):
             # A wrong sum would scale the loss: it has to be clear, not only closer.
-            is_sum = is_sum and trial.error_of_sum <= _CLEARLY * trial.size
+            is_sum = is_sum and trial.is_sum(_CLEARLY * trial.size)
         # For 0 and NaN, sum and mean don't differ, and nothing is found.
         if abs(trial.error_of_sum - trial.error_of_mean) > 1e-6 * trial.size:
             are_sums[name] = bool(is_sum)

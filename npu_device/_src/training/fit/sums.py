@@ -37,11 +37,12 @@ class Indivisible(Exception):
 
 
 class Samples(NamedTuple):
-    """Some samples of a batch, and two parts of them."""
+    """Some samples of a batch, two parts of them, and all of them twice."""
 
     spec: Any  # spec with which the step is traced
     whole: Part
     parts: list[Part]
+    doubled: Part
     positions: list[int]  # positions of the samples in the batch
     total: int  # samples of the whole batch
 
@@ -90,8 +91,9 @@ def samples_of(batch: Any) -> Samples:
     head = run_of(chosen, count, 0, split)
     tail = run_of(chosen, count, split, count)
     parts = [Part(head, split, count, True), Part(tail, count - split, count, False)]
+    doubled = Part(units_at(batch, total, positions * 2), 2 * count, 2 * count, True)
     spec = tf.nest.map_structure(spec_of_any_length, batch)
-    return Samples(spec, whole, parts, positions, total)
+    return Samples(spec, whole, parts, doubled, positions, total)
 
 
 def checked_step(context: StepContext, samples: Samples, is_repeated: bool) -> CheckedStep:
@@ -150,8 +152,12 @@ def _runs(context: StepContext, dry_step: DryStep, samples: Samples, is_repeated
     if is_repeated:
         with _moved(dry_step.variables, precision):
             repeats += dry_step.run([samples.whole])
+    doubled = None
+    # A step may need samples that differ.
+    with contextlib.suppress(tf.errors.OpError):
+        [doubled] = dry_step.run([samples.doubled])
     weights = [float(part.fraction) for part in samples.parts]
-    return Runs(before, whole, repeats, parts, weights, tolerance=100 * precision)
+    return Runs(before, whole, repeats, parts, weights, 100 * precision, doubled)
 
 
 def sums_in_words(context: StepContext, checked: CheckedStep) -> str:
