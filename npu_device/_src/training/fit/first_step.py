@@ -96,7 +96,9 @@ def look_for_sums(context: StepContext, batch: Any) -> str:
     """Find out on all ranks which numbers of a test step are sums over the samples; return what to remember."""
     sums: IsSum = {}
     is_off = environment.NPU_DEVICE_FIRST_STEP_CHECK.get() == "off"
-    if not is_off and not needs_no_check(context, batch) and not context.model.run_eagerly:
+    # What an eager step of the script does in Python can't be undone.
+    is_left_out = context.model.run_eagerly and context.is_custom
+    if not is_off and not needs_no_check(context, batch) and not is_left_out:
         try:
             with _nothing_drawn():
                 samples = samples_of(without_optional(batch))

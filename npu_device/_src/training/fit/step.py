@@ -186,8 +186,9 @@ class Step:
             synchronize_layers(parts.layers, current, world, self._replaced)
             self._random_numbers = RandomNumbers(world, parts.generators, self._replaced)
             increments += [(variable, current.fraction) for variable in parts.statistics]
-        self._increments = Increments(increments, world.sum_over_ranks)
-        self._metrics.add_increments = self._increments.reduce
+        self._increments = [Increments(increments, world.sum_over_ranks)]
+        self._known_variables = set(map(id, additive))
+        self._metrics.add_increments = self._reduce_increments
 
     def __enter__(self) -> Step:
         self._running = running(self._current)
@@ -209,7 +210,7 @@ class Step:
     @compat.do_not_convert
     def results_of_all(self, logs: Any) -> Any:
         """Give metrics and statistics the values of all ranks, and return the logs with those."""
-        self._increments.reduce()
+        self._reduce_increments()
         leaves = tf.nest.flatten(logs)
         are_sums = [self._current.is_sum(LOGS, leaf) for leaf in leaves]
         of_all_ranks, not_computable = self._metrics.results_again(leaves)
@@ -222,6 +223,24 @@ class Step:
         for position, number in zip(unknown, numbers):
             of_all_ranks[position] = number
         return tf.nest.pack_sequence_as(logs, of_all_ranks)
+
+    def _reduce_increments(self) -> None:
+        # A graph is traced once more if a metric has made its variables in the step.
+        if tf.executing_eagerly():
+            self._add_new_variables()
+        for increments in self._increments:
+            increments.reduce()
+
+    def _add_new_variables(self) -> None:
+        """Add the variables that metrics have made since the step began; Keras's metrics begin with zeros."""
+        variables = self._metrics.additive_variables()
+        new = [variable for variable in variables if id(variable) not in self._known_variables]
+        if new:
+            self._known_variables |= set(map(id, new))
+            contributions = [(variable, self._current.sum_factor) for variable in new]
+            increments = Increments(contributions, self._world.sum_over_ranks)
+            increments.begin_at_zero()
+            self._increments.append(increments)
 
     def _warn_of_computed_logs(self, logs: Any, leaves: Sequence) -> None:
         """Warn that some leaves of the logs are those of this rank's samples."""
@@ -314,6 +333,11 @@ class Increments:
         self._groups = list(groups.values())
         for group in self._groups:
             group.begin()
+
+    def begin_at_zero(self) -> None:
+        """Take all variables for 0 before the step."""
+        for group in self._groups:
+            group.start = tf.zeros_like(group.start)
 
     def reduce(self) -> None:
         """Give each variable its value before the step plus the sum of all ranks' increments."""
