@@ -169,6 +169,49 @@ def body_step(kind: str) -> Any:
     return outcome(model, model.fit(data, epochs=2, verbose=0, validation_data=tests), moved=moved)
 
 
+def body_parts_of_a_batch(kind: str) -> Any:
+    """Losses of a fixed length for the whole batch, and eager steps whose numbers aren't means."""
+    keras = tf.keras
+
+    class Experts(keras.layers.Layer):  # type: ignore[misc]
+        def call(self, values: Any) -> Any:
+            shares = tf.nn.softmax(values)
+            self.add_loss(0.1 * tf.reduce_mean(shares**2, axis=0))
+            self.add_loss(0.1 * tf.reduce_mean(shares**3, axis=0, keepdims=True))
+            return values
+
+    def test_step(self: Any, data: Any) -> Any:
+        guess = tf.cast(self(data[0]) > 0, tf.float32)
+        self.score.update_state(tf.cast(data[1] > 0, tf.float32), guess)
+        score = self.score.result()
+        return {"score": score, "twice": 2 * score}
+
+    x, y = _data()
+    if kind == "experts":
+        model = _model(None, Experts())
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+    else:
+        model = _model()
+        if kind == "eager, metric built in a step":
+            model.score = keras.metrics.F1Score(name="score")
+            model.test_step = types.MethodType(test_step, model)
+        model.compile(
+            keras.optimizers.SGD(0.001),
+            lambda y, out: tf.reduce_sum((y - out) ** 2),
+            run_eagerly=True,
+        )
+    model = npu.distribute.replicate(model)
+    scores = model.evaluate(x, y, batch_size=10, verbose=0, return_dict=True)
+    history = {}
+    # 4 samples for each of two ranks are as many as there are experts.
+    for rows, size in ((41, 10), (40, 8)):
+        data = tf.data.Dataset.from_tensor_slices((x[:rows], y[:rows]))
+        batches = data.batch(size, drop_remainder=rows == 40)
+        fitted = model.fit(batches, validation_data=batches, verbose=0)
+        history[rows] = {name: np.asarray(log) for name, log in fitted.history.items()}
+    return outcome(model, fitted, logs=history, scores=scores)
+
+
 def body_sums(kind: str) -> Any:
     """Losses that are sums over the samples, with a last batch of a single one."""
     keras, squared = tf.keras, tf.keras.losses.get("mse")
@@ -397,6 +440,9 @@ KERAS_2, KERAS_3 = pytest.mark.only_keras("2"), pytest.mark.only_keras("3")
         pytest.param(body_two_lengths, "tensors", marks=pytest.mark.full),
         (body_optimizers, "optimizers"),
         pytest.param(body_optimizers, "legacy", marks=KERAS_2),
+        pytest.param(body_parts_of_a_batch, "experts", marks=KERAS_3),
+        (body_parts_of_a_batch, "eager, a sum"),
+        pytest.param(body_parts_of_a_batch, "eager, metric built in a step", marks=KERAS_3),
         (body_sums, "values per sample"),
         pytest.param(body_sums, "two optimizers", marks=pytest.mark.full),
         pytest.param(body_sums, "compiled, with a penalty", marks=pytest.mark.full),

@@ -91,15 +91,25 @@ class Losses:
     def _scaled_if_sum(self, name: str, loss: Any) -> Any:
         if not tf.is_tensor(loss):
             return loss
-        if not loss.shape.rank:
-            is_sum = self._step.is_sum(name, loss)
-        else:
-            length = loss.shape[0]
-            # A loss of another length hasn't one value per sample, and stays as it is.
-            is_sum = length is None or length == self._step.share.rows
-        if is_sum:
+        if self._is_sum(name, loss):
             return self._of_the_whole(loss, 1.0)
         return loss
+
+    def _is_sum(self, name: str, loss: tf.Tensor) -> bool:
+        """Return whether Keras makes a sum over the samples of a loss, by adding up its values if it has several."""
+        if not loss.shape.rank:
+            return bool(self._step.is_sum(name, loss))
+        length = loss.shape[0]
+        if length is None:
+            # Counted among the numbers, as in a step whose batch has a known size.
+            self._step.is_sum(name, None)
+            return True
+        is_sum = self._step.is_sum(name, tf.reduce_sum(loss))
+        if is_sum is not None:
+            return is_sum
+        # Unless it has been found out, a loss of any other length hasn't one value per sample.
+        rows = self._step.share.rows
+        return isinstance(rows, int) and length == rows
 
     def _of_the_whole(self, terms: tf.Tensor, denominator: Any) -> tf.Tensor:
         """Return the terms of a sum that is divided by a denominator.
