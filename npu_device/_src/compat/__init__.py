@@ -7,6 +7,7 @@ known otherwise. It also says when the function can go, or else it stays until t
 
 from npu_device._src.compat.checkpoints import *  # noqa: F403
 from npu_device._src.compat.datasets import *  # noqa: F403
+from npu_device._src.compat.graph_effects import *  # noqa: F403
 from npu_device._src.compat.graph_walk import producers as producers, walk as walk
 from npu_device._src.compat.graphs import *  # noqa: F403
 from npu_device._src.compat.keras import *  # noqa: F403

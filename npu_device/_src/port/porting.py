@@ -9,22 +9,21 @@ import shutil
 import tokenize
 import warnings
 from collections.abc import Collection, Iterator
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import libcst as cst
 
-from npu_device._src.port.nodes import DEFINITIONS, argument, dotted, method, walk
-from npu_device._src.port.port import DONE, NOTE, OPEN, Finding, Port, Refused
-from npu_device._src.port.rules import RULES, WORDS_BY_TOPIC, PortingRule
+from npu_device._src.port.guarding import ask_about_managers, guard_files
+from npu_device._src.port.port import DONE, OPEN, Finding, Port, Refused
+from npu_device._src.port.rules import WORDS_BY_TOPIC
 from npu_device._src.port.version_1 import (
     port_horovod,
     port_sessions,
     port_strategies,
     uses_strategy,
 )
-from npu_device._src.port.version_2 import MODEL_CLASSES, is_model, port_loops, replicate_models
+from npu_device._src.port.version_2 import port_loops, replicate_models
 
 _OWN_IMPORT = re.compile(r"^\s*(import|from)\s+(npu_device|npu_bridge|hccl)\b", re.M)
 _TRAINS = re.compile(
@@ -39,16 +38,6 @@ _PYTHON_2 = re.compile(
 )
 _MAGIC = re.compile(r"^\s*(%|!)\w", re.M)
 _IS_MAIN = re.compile(r"^if\s+__name__\s*==\s*[\"']__main__", re.M)
-_FIRST = "with npu.distribute.rank_zero_first()"
-_MAIN = "if npu.distribute.is_main()"
-_READS = re.compile(
-    r"(^|\.)(load(?!_data\b)\w*|restore|latest_\w+|(im)?read\w*|open|\w*csv|\w*Dataset|list_files)$"
-)
-_KEEPS = (
-    *(cst.Assign, cst.AnnAssign, cst.AugAssign, cst.NamedExpr, cst.Del, cst.Import, cst.ImportFrom),
-    *(cst.Return, cst.Break, cst.Continue, cst.Raise, cst.Yield, cst.Await, *DEFINITIONS),
-)
-"""What the other ranks would miss: a name, or where to go on."""
 
 
 class Source:
@@ -141,7 +130,7 @@ def port_text(
         # A file that doesn't train stays as it is: other scripts may use it.
         if port or port.is_open:
             guard_files(port)
-            _ask_about_managers(port)
+            ask_about_managers(port)
     if distribution and distribution != _distribution(port, is_horovod):
         port.report(OPEN, "other distribution", port.module)
     # Half a ported script would train wrongly, so it is all or nothing.
@@ -262,191 +251,3 @@ def _is_text(statement: Any) -> bool:
 def _is_alias(port: Port, statement: Any) -> bool:
     """Return True for ``keras = tf.keras``."""
     return port.target(statement) is not None and bool(port.name(statement.body[0].value))
-
-
-def guard_files(port: Port) -> None:
-    """Guard what is plain of the calls in the table, and point out the rest."""
-    for call in port.calls:
-        rule = _rule(port, call)
-        if rule is None:
-            continue
-        if rule.action == "exist_ok" and argument(call, "exist_ok", 2) is not None:
-            continue
-        if rule.action != "note" and _guard(port, call, rule.action):
-            port.report(DONE, rule.name, call)
-        # Printing on all ranks does no harm.
-        elif rule.action != "print":
-            port.report(NOTE, rule.name, call)
-
-
-def _guard(port: Port, call: Any, action: str) -> bool:
-    """Do what the rule of a call asks for; return False if the call isn't plain enough."""
-    if action == "exist_ok":
-        port.replace(call.args[-1], "{}, exist_ok=True")
-        return True
-    statement = _guardable(port, call)
-    # What a function of the script writes is guarded there.
-    if statement is None or _may_be_own(port, call):
-        return False
-    if action == "first":
-        port.guard(statement, _FIRST)
-        return True
-    # The other ranks would miss a statement that does more than this call.
-    if not _is_plain(port, statement, call):
-        return False
-    others_wait = action in ("save", "write") and _is_read(port, statement)
-    port.guard(statement, _MAIN, others_wait)
-    return True
-
-
-def _may_be_own(port: Port, call: Any) -> bool:
-    """Return True if a call may run a function of the script."""
-    functions = port.functions(call.func, call)
-    if not functions or not method(call):
-        return bool(functions)
-    receiver = call.func.value
-    if port.text(receiver) == "super()":
-        return False
-    # A model of the script may save in its own way.
-    if any(port.inherits(port.scope(function), MODEL_CLASSES) for function in functions):
-        return True
-    return not port.maker(receiver) and not is_model(port, receiver)
-
-
-def _ask_about_managers(port: Port) -> None:
-    """Ask where a checkpoint manager may restore what it has saved: only that of rank 0 knows of it."""
-    saves = [call for call in port.calls if method(call) == "save"]
-    for save in saves:
-        manager = save.func.value
-        if not port.maker(manager).endswith(".CheckpointManager"):
-            continue
-        for node in port.of(cst.Attribute):
-            is_read = node.attr.value in WORDS_BY_TOPIC["what a manager knows"]
-            if (
-                is_read
-                and port.text(node.value) == port.text(manager)
-                and _may_follow(port, node, save)
-            ):
-                port.report(OPEN, "checkpoint manager", node)
-
-
-def _may_follow(port: Port, node: Any, call: Any) -> bool:
-    """Return True unless a node is known to run before a call: further up, and in no loop with it."""
-    scope = port.scope(node)
-    if scope is not port.scope(call):
-        return not (isinstance(scope, cst.FunctionDef) and scope.name.value == "__init__")
-    around = set(port.around(call))
-    is_in_loop = any(
-        isinstance(outer, (cst.For, cst.While)) and outer in around for outer in port.around(node)
-    )
-    return is_in_loop or port.line(node) > port.line(call)
-
-
-def _rule(port: Port, call: Any) -> PortingRule | None:
-    """Return the rule that names a call; None for files that are only read, and what Keras saves by itself."""
-    name = port.name(call.func) or dotted(call.func)
-    receiver = ""
-    if method(call) and not port.name(call.func):
-        receiver = port.text(call.func.value)
-        name = f".{method(call)}"
-        # The maker names the method of an object: saver.save(…), where saver = tf.train.Saver()
-        if dotted(call.func.value) and port.maker(call.func.value):
-            name = f"{port.maker(call.func.value)}().{method(call)}"
-    # A file that is only read needs no guard.
-    mode = port.text(argument(call, "mode", 1))
-    if name == "open" and not re.search("[wax+]", mode):
-        return None
-    is_replicated = bool(receiver) and port.is_replicated(call.func.value)
-    for rule in RULES.values():
-        # A replicated model is saved by rank 0 only, by itself.
-        if is_replicated and rule.action == "save":
-            continue
-        if any(fnmatchcase(name, pattern) for pattern in rule.patterns):
-            return rule
-    return None
-
-
-def _is_read(port: Port, statement: Any) -> bool:
-    """Return True if other ranks may read a file that a statement writes; not where they may not come by."""
-    branches = (cst.If, cst.Try, cst.ExceptHandler)
-    if any(isinstance(outer, branches) for outer in port.around(statement)):
-        return False
-    inside = set(walk(statement))
-    # In a function, calls above the statement may come later.
-    line = 0
-    if statement in port.module.body:
-        line = port.line(statement)
-    for call in port.calls:
-        is_later = call not in inside and port.line(call) > line
-        if is_later and _READS.search(dotted(call.func) or method(call)):
-            return True
-    return False
-
-
-def _guardable(port: Port, call: Any) -> Any:
-    """Return the statement that is to be guarded; None if the call is a part of something larger."""
-    statement = port.statement(call)
-    if isinstance(statement, cst.With):
-        managers = [with_item.item for with_item in statement.items]
-        # The call may be a context manager: with open(…) as file
-        is_guardable = call in managers
-    elif any(isinstance(node, (cst.Lambda, cst.CompFor)) for node in walk(statement)):
-        # In these, nothing shows when, and how often, the call is made.
-        is_guardable = False
-    elif not isinstance(statement, cst.SimpleStatementLine) or len(statement.body) != 1:
-        is_guardable = False
-    else:
-        is_guardable = isinstance(statement.body[0], cst.Expr) or port.target(statement) is not None
-    if not is_guardable:
-        return None
-    return statement
-
-
-def _is_plain(port: Port, statement: Any, call: Any) -> bool:
-    """Return True if nothing in a statement is missed on other ranks: no name, and no call that all must make."""
-    harmless = WORDS_BY_TOPIC["harmless in a guarded call"]
-    if isinstance(statement, cst.With):
-        harmless += WORDS_BY_TOPIC["harmless below an opened file"]
-    for node in walk(statement):
-        if isinstance(node, _KEEPS) or _binds_for_others(port, statement, node):
-            return False
-        if isinstance(node, cst.Call) and node is not call:
-            name = port.name(node.func)
-            # All ranks draw, so that they go on to draw the same numbers.
-            if name.startswith("numpy.random.") or port.functions(node.func, node):
-                return False
-            is_of_harmless_module = name.startswith(WORDS_BY_TOPIC["harmless modules"])
-            if not is_of_harmless_module and (method(node) or dotted(node.func)) not in harmless:
-                return False
-    return True
-
-
-def _binds_for_others(port: Port, statement: Any, node: Any) -> bool:
-    """Return True if a loop or a context manager in a statement gives a name a value that is read after it."""
-    target = None
-    if isinstance(node, cst.For):
-        target = node.target
-    elif isinstance(node, cst.WithItem) and node.asname and node not in statement.items:
-        target = node.asname.name
-    if target is None:
-        return False
-    names = {inner.value for inner in walk(target) if isinstance(inner, cst.Name)}
-    end = max(port.line(inner) for inner in walk(statement) if isinstance(inner, cst.Name))
-    scope = port.scope(statement)
-    for inner in port.of(cst.Name):
-        is_later = port.line(inner) > end and port.scope(inner) is scope
-        if inner.value in names and is_later and not _is_bound_again(port, inner):
-            return True
-    return False
-
-
-def _is_bound_again(port: Port, name: Any) -> bool:
-    """Return True in a loop that gives a name its values."""
-    for outer in port.around(name):
-        is_loop = isinstance(outer, (cst.For, cst.CompFor))
-        if is_loop and any(
-            isinstance(inner, cst.Name) and inner.value == name.value
-            for inner in walk(outer.target)
-        ):
-            return True
-    return False

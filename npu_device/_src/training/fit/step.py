@@ -337,7 +337,7 @@ class Increments:
     def begin_at_zero(self) -> None:
         """Take all variables for 0 before the step."""
         for group in self._groups:
-            group.start = tf.zeros_like(group.start)
+            group.values = list(map(tf.zeros_like, group.values))
 
     def reduce(self) -> None:
         """Give each variable its value before the step plus the sum of all ranks' increments."""
