@@ -312,6 +312,91 @@ def body_numbers(kind: str) -> Any:
     )
 
 
+FOUND_BY_NAME: dict[str, Any] = {}
+"""A metric that a step finds as a global of its module."""
+
+
+def body_unlisted_metrics(kind: str) -> Any:
+    """Metrics that steps update, but that ``model.metrics`` doesn't list; and some that steps leave alone."""
+    keras, metrics = tf.keras, tf.keras.metrics
+    rank = npu.distribute.rank()
+
+    class Largest(metrics.Metric):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__(name="largest")
+            self.value = self.add_weight(name="value", shape=(), initializer="zeros")
+            self.inner = metrics.Sum()
+
+        def update_state(self, values: Any) -> None:
+            self.inner.update_state(values)
+            self.value.assign(tf.maximum(tf.convert_to_tensor(self.value), tf.reduce_max(values)))
+
+        def result(self) -> Any:
+            return tf.convert_to_tensor(self.value) + self.inner.result()
+
+    def look(self: Any, x: Any, y: Any) -> Any:
+        out = self.part(x)
+        loss = tf.reduce_mean((out - y) ** 2)
+        updates: dict[str, Any] = {
+            "listed": (self.listed, (loss,)),
+            "attribute": (self.kept, (tf.cast(y > 1, tf.int32), tf.sigmoid(out))),
+            "held": (self.held["in"][0].held, (loss,)),
+            "global": (FOUND_BY_NAME["metric"], (y, out)),
+            "closure": (enclosed, (x[:, 0],)),
+            "of the part": (self.part.seen, (x,)),
+            "of the script": (largest, (out,)),
+        }
+        for metric, given in updates.values():
+            metric.update_state(*given)
+        if kind == "keras3":
+            compiled = self.part.compute_metrics(x, y, out)
+        else:
+            self.part.compiled_metrics.update_state(y, out)
+            compiled = {"mae": self.part.compiled_metrics.metrics[0].result()}
+        return {**compiled, **{name: metric.result() for name, (metric, _) in updates.items()}}
+
+    def step(self: Any, data: Any) -> Any:
+        descend(
+            self.part, lambda: tf.reduce_mean((self.part(data[0]) - data[1]) ** 2), self.optimizer
+        )
+        return look(self, *data)
+
+    class Whole(keras.Model):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = _model()
+            self.part.compile("sgd", "mse", metrics=["mae"])
+            self.part.seen = metrics.Mean()
+            self.listed, self.kept = metrics.Mean(), metrics.AUC(50)
+            self.held = {"in": [types.SimpleNamespace(held=metrics.Mean(), alone=alone)]}
+
+        @property
+        def metrics(self) -> list:
+            return [self.listed]
+
+        train_step = step
+
+        def test_step(self, data: Any) -> Any:
+            return look(self, *data)
+
+    alone, enclosed, largest = metrics.Mean(), metrics.Sum(), Largest()
+    FOUND_BY_NAME["metric"] = metrics.MeanSquaredError()
+    model = Whole()
+    model.compile(keras.optimizers.SGD(0.01))
+    model = npu.distribute.replicate(model)
+    # Each rank's own number, which no step is to add up.
+    update = keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: alone.update_state(rank + 1.0))
+    x, y = _data()
+    given: dict[str, Any] = {"batch_size": 10, "verbose": 0}
+    history = model.fit(x, y, epochs=2, shuffle=False, callbacks=[update], **given)
+    scores = model.evaluate(x, y, return_dict=True, **given)
+    assert [float(variable.numpy()) for variable in alone.variables] == [2 * rank + 2.0, 2.0]
+    results = [
+        metric.result() for metric in (model.kept, enclosed, largest, FOUND_BY_NAME["metric"])
+    ]
+    return outcome(model, history, scores=scores, results=results)
+
+
 def body_stateful(kind: str) -> Any:
     """A recurrent layer that keeps a state for each sample: the ranks' batches are parts of those of one process."""
     keras, rank, size = tf.keras, npu.distribute.rank(), npu.distribute.size()
@@ -447,6 +532,8 @@ KERAS_2, KERAS_3 = pytest.mark.only_keras("2"), pytest.mark.only_keras("3")
         pytest.param(body_sums, "two optimizers", marks=pytest.mark.full),
         pytest.param(body_sums, "compiled, with a penalty", marks=pytest.mark.full),
         pytest.param(body_numbers, "numbers", marks=pytest.mark.full),
+        pytest.param(body_unlisted_metrics, "keras2", marks=KERAS_2),
+        pytest.param(body_unlisted_metrics, "keras3", marks=KERAS_3),
         pytest.param(body_stateful, "keras2", marks=KERAS_2),
         pytest.param(body_stateful, "keras3", marks=KERAS_3),
         (body_step, "a variable, and a part for testing only"),

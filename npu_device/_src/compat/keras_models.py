@@ -84,7 +84,21 @@ def counters_of(model: Any) -> list:
     return [counter for counter in counters if counter is not None]
 
 
+def is_metric(candidate: Any) -> bool:
+    bases = type(candidate).__mro__
+    return any(base.__name__ == "Metric" and belongs_to_keras(base) for base in bases)
+
+
+def metrics_in(candidate: Any) -> list:
+    """Return the metrics in a container of a compiled model, or a metric itself; nothing of anything else."""
+    is_container = type(candidate).__name__ in _METRIC_CONTAINERS
+    if is_metric(candidate) or (is_container and belongs_to_keras(type(candidate))):
+        return list(_flat(candidate))
+    return []
+
+
 def metrics_of(model: Any) -> list:
+    """Return the metrics that Keras lists for a model; its steps may update more, see ``training_state.metrics``."""
     containers = list(model.metrics)
     for name in (
         "_loss_tracker",
@@ -104,16 +118,19 @@ def loss_trackers_of(model: Any) -> list:
     return _unique(itertools.chain.from_iterable(map(_flat, trackers)))
 
 
+# Those of the compiled metrics and of the compiled losses, which have no state of their own.
+_METRIC_CONTAINERS = (
+    "CompileMetrics",
+    "MetricsContainer",
+    "CompileLoss",
+    "LossesContainer",
+    "MetricsList",
+)
+
+
 def _flat(metric: Any) -> Iterator:
     """Yield the metrics in a container, or a metric itself; nothing of anything else."""
-    # The containers of the compiled metrics and of the compiled losses have no state of their own.
-    if type(metric).__name__ in (
-        "CompileMetrics",
-        "MetricsContainer",
-        "CompileLoss",
-        "LossesContainer",
-        "MetricsList",
-    ):
+    if type(metric).__name__ in _METRIC_CONTAINERS:
         for inner in metric.metrics or []:
             yield from _flat(inner)
     elif hasattr(metric, "update_state") and hasattr(metric, "variables"):
@@ -188,15 +205,17 @@ def _is_used(container: Any) -> bool:
     )
 
 
-def moving_statistics(model: Any) -> list:
-    """Return the floating-point variables, such as moving averages, that layers update themselves in training."""
+def moving_statistics(model: Any, metrics: Iterable) -> list:
+    """Return the floating-point variables, such as moving averages, that layers update themselves in training; without
+    those of metrics.
+    """
     layers = all_layers(model)
-    # Metrics are excluded, since they are layers in tf-keras.
+    # In tf-keras metrics are layers, and layers list the variables of their metrics.
     excluded_layers = [
         layer for layer in layers if not layer.trainable or hasattr(layer, "update_state")
     ]
     excluded = {id(state) for state in states_of_samples(model)}
-    for layer in [*excluded_layers, *metrics_of(model)]:
+    for layer in [*excluded_layers, *metrics]:
         excluded.update(map(id, variables_of(layer)))
     updated = []
     for layer in layers:

@@ -269,7 +269,7 @@ class StepRecorder:
         returned = original(callbacks, batch, numbers)
         model = self._phases.end_fit()
         if model is not None:
-            names = {metric.name for metric in compat.metrics_of(model)}
+            names = {metric.name for metric in training_state.metrics(model)}
             # Keras adds a metric for the loss, which isn't the loss that a step of the script's own returns.
             self._record.metrics |= names - {"loss"}
         return returned

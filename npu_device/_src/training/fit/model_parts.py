@@ -13,7 +13,7 @@ from npu_device._src.training.watching import training_state
 class ModelParts:
     """Found before the first step."""
 
-    metrics: list  # metrics that have variables of their own
+    metrics: list  # metrics that have variables of their own, and that a step can reach
     trackers: list  # the metrics to which Keras itself passes losses
     losses: list  # losses that reduce: the compiled ones, and those that a step can reach
     layers: list  # all layers, and the model itself
@@ -42,10 +42,11 @@ def parts_of(model: Any) -> ModelParts:
             losses.append(loss)
     loose = training_state.loose_variables(model)
     losses = [*compat.compiled_losses(model), *losses]
-    statistics = compat.moving_statistics(model)
+    metrics = training_state.metrics(model)
+    statistics = compat.moving_statistics(model, metrics)
     statistics += [variable for variable in loose if variable.dtype.is_floating]
     return ModelParts(
-        compat.metrics_of(model),
+        metrics,
         compat.loss_trackers_of(model),
         training_state.unique(losses),
         compat.all_layers(model),

@@ -48,10 +48,22 @@ def optimizers(model: Any) -> list:
     return [node for node in reachable(model) if compat.is_optimizer(node)]
 
 
+def metrics(model: Any) -> list:
+    """Return the metrics that the steps of a model can reach: those that Keras lists, and then any others.
+
+    Keras doesn't list what a ``metrics`` property leaves out, what nested models have in Keras 3, and what isn't an
+    attribute. A metric inside another one is left out: that one updates it.
+    """
+    found = compat.metrics_of(model)
+    for node in reachable(model, in_metrics=False):
+        found += compat.metrics_in(node)
+    return unique(found)
+
+
 def loose_variables(model: Any) -> list:
     """Return the ``tf.Variable`` objects that the steps can reach, but that Keras doesn't count among its variables."""
-    metrics = (variable for metric in compat.metrics_of(model) for variable in metric.variables)
-    variables = [*compat.variables_of(model), *metrics, *compat.counters_of(model)]
+    of_metrics = [variable for metric in metrics(model) for variable in metric.variables]
+    variables = [*compat.variables_of(model), *of_metrics, *compat.counters_of(model)]
     known_ids = set(map(id, [*variables, *compat.states_of_samples(model)]))
     loose = []
     for node in reachable(model):
@@ -151,11 +163,12 @@ _FRAMEWORKS = "keras tf_keras tensorflow numpy npu_device builtins logging threa
 _LONGEST = 1000  # elements of a list or dict that are looked at: optimizers and variables aren't kept by the thousand
 
 
-def reachable(model: Any) -> Iterator:
+def reachable(model: Any, in_metrics: bool = True) -> Iterator:
     """Yield a model and what it reaches, each once, in the same order on every rank.
 
     That are attributes of it and of its layers; what is in lists, dicts and objects of the user's own classes; and what
-    the user's functions use: closures, defaults, globals. Other objects of TensorFlow and Keras aren't looked into.
+    the user's functions use: closures, defaults, globals. Other objects of TensorFlow and Keras aren't looked into, nor
+    any metrics without ``in_metrics``.
     """
     waiting = deque([model])
     visited: dict[int, Any] = {}
@@ -165,7 +178,8 @@ def reachable(model: Any) -> Iterator:
             # Kept, or another object could get its id.
             visited[id(node)] = node
             yield node
-            waiting.extend(_parts(node))
+            if in_metrics or not compat.is_metric(node):
+                waiting.extend(_parts(node))
 
 
 def _parts(node: Any) -> Iterable:
