@@ -84,10 +84,17 @@ def test_further_trainings_equal_one_process(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("keras2", marks=pytest.mark.only_keras("2")),
+        pytest.param("keras3", marks=pytest.mark.only_keras("3")),
+    ],
+)
 def test_metrics_of_a_replica_are_like_those_of_one_process(
-    keras_two_ranks: Pool, keras_single: Pool
+    keras_two_ranks: Pool, keras_single: Pool, kind: str
 ) -> None:
-    compare(keras_two_ranks, keras_single, fit_bodies.body_metrics)
+    compare(keras_two_ranks, keras_single, fit_bodies.body_metrics, kind)
 
 
 def test_predict_returns_what_one_process_does(keras_two_ranks: Pool, keras_single: Pool) -> None:

@@ -175,8 +175,10 @@ def body_compiled(kind: str) -> Any:
     return outcome(model, model.fit(x, y, **fit))
 
 
-def body_metrics() -> Any:
-    """Metrics whose state adds up, some of each kind, and of the user's own, whose state doesn't."""
+def body_metrics(kind: str) -> Any:
+    """Metrics whose state adds up, some of each kind; of the user's own, whose state doesn't; and functions of Keras
+    that give numbers for a batch.
+    """
     keras = tf.keras
 
     class Largest(keras.metrics.Metric):  # type: ignore[misc]
@@ -200,8 +202,12 @@ def body_metrics() -> Any:
     model = make_model("functional")
     metrics = keras.metrics
     adding = [metrics.AUC(20, multi_label=False), metrics.R2Score()]
-    all_metrics = [*adding, Largest(), Range(name="range"), spread]
-    model.compile(make_optimizer("sgd"), "mse", metrics=all_metrics, weighted_metrics=["mae"])
+    of_batches: list[Any] = [metrics.CosineSimilarity(axis=0), metrics.CosineSimilarity(name="row")]
+    loss = keras.losses.MeanSquaredError()
+    if kind == "keras3":
+        of_batches += [loss, keras.losses.dice, keras.losses.MeanAbsoluteError(reduction="sum")]
+    all_metrics = [*adding, *of_batches, Largest(), Range(name="range"), spread]
+    model.compile(make_optimizer("sgd"), loss, metrics=all_metrics, weighted_metrics=["mae"])
     model = npu.distribute.replicate(model)
     x, y = samples()
     y = np.eye(3, dtype=np.float32)[y]

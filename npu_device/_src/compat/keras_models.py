@@ -407,3 +407,8 @@ def learning_rate_of(optimizer: Any) -> Any:
 def function_of_metric(metric: Any) -> Any:
     """Return the function whose results a metric averages; None if it isn't of that kind."""
     return getattr(metric, "_fn", None)
+
+
+def values_of_metric(metric: Any, y_true: Any, y_pred: Any) -> Any:
+    """Return what the function of a metric gives for labels and predictions."""
+    return metric._fn(y_true, y_pred, **metric._fn_kwargs)

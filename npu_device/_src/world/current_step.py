@@ -56,6 +56,9 @@ class CurrentStep:
     # The reducers of optimizers that have multiplied a loss by this rank's factor, so that its gradients needn't be.
     with_weighted_loss: set = field(default_factory=set)
     reduced: list = field(default_factory=list)  # results that the step has asked for itself
+    is_in_metric: bool = (
+        False  # a metric is being updated: what it calls gives values for the metric alone
+    )
     # Losses, and what metrics and logs are given, by name.
     numbers: dict[str, Any] = field(default_factory=dict)
     _counts_by_taker: Counter[str] = field(default_factory=Counter)

@@ -53,6 +53,9 @@ class Losses:
     ) -> Any:
         """Return what Keras is to reduce: values of the samples, times what makes their sum that of the whole batch."""
         losses = call(y_true, y_pred)
+        if self._step.is_in_metric:
+            loss.reduction = reduction
+            return losses
         # Keras's losses with ignore_class attach this mask to their values.
         loss_mask = getattr(losses, "_keras_mask", None)
         masks = [_mask_of(y_pred), loss_mask]

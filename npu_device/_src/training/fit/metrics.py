@@ -1,12 +1,14 @@
 """Metrics in a step of a replicated model: those of every rank get the values of the whole batch.
 
 The increments of Keras's own metrics are summed, see ``step.Increments``. The inputs of any other metric are gathered,
-so that the metric of every rank sees the whole batch.
+so that the metric of every rank sees the whole batch; also those of functions of Keras that don't give one value for
+each sample (``metric_functions``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Callable
@@ -14,6 +16,7 @@ from typing import Any, Callable
 import tensorflow as tf
 
 from npu_device._src import compat
+from npu_device._src.training.fit.metric_functions import gives_values_of_samples
 from npu_device._src.training.fit.model_parts import ModelParts
 from npu_device._src.training.fit.replaced import Replaced
 from npu_device._src.world.current_step import CurrentStep
@@ -73,6 +76,8 @@ class Metrics:
         """Return what stands in for ``update_state``; None where increments are simply summed."""
         if _needs_whole_batch(metric):
             return partial(self._update_with_all_ranks, name)
+        if compat.function_of_metric(metric) is not None:
+            return partial(self._update_by_function, name, metric)
         # A metric of another class gets numbers that the step itself has worked out.
         if type(metric).update_state not in (classes.Mean.update_state, classes.Sum.update_state):
             return None
@@ -174,7 +179,34 @@ class Metrics:
     ) -> Any:
         are_sums = numbers_given(self._step, name, args, kwargs)
         args, kwargs = tf.nest.map_structure(self._of_all_ranks, (args, kwargs), are_sums)
-        return update_state(*args, **kwargs)
+        with self._in_metric():
+            return update_state(*args, **kwargs)
+
+    def _update_by_function(
+        self, name: str, metric: Any, update_state: Callable, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Update a mean of what a function of Keras's gives: values of samples, or of the batch."""
+        with self._in_metric():
+            # Without the sample weights, which may be the third argument.
+            if gives_values_of_samples(metric, *args[:2], **kwargs):
+                return update_state(*args, **kwargs)
+        variables = list(metric.variables)
+        starts = [tf.identity(tf.convert_to_tensor(variable)) for variable in variables]
+        self._update_with_all_ranks(name, update_state, *args, **kwargs)
+        # The ranks' increments will be summed, and each of them is that of the whole batch.
+        for variable, start in zip(variables, starts):
+            increment = tf.cast(tf.convert_to_tensor(variable) - start, tf.float64)
+            variable.assign(start + tf.cast(increment * self._step.fraction, start.dtype))
+        return None
+
+    @contextlib.contextmanager
+    def _in_metric(self) -> Iterator[None]:
+        was_in_metric = self._step.is_in_metric
+        self._step.is_in_metric = True
+        try:
+            yield
+        finally:
+            self._step.is_in_metric = was_in_metric
 
     def _of_all_ranks(self, argument: Any, is_sum: bool | None) -> Any:
         """Return an argument of ``update_state`` with the rows of all ranks, or as the number of the whole batch."""
