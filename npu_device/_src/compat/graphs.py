@@ -148,13 +148,20 @@ def own_traces() -> Iterator[None]:
         finally:
             context.Exit()
         return
-    were_eager = tf.config.functions_run_eagerly()
+    with functions_inline():
+        yield
+
+
+@contextlib.contextmanager
+def functions_inline() -> Iterator[None]:
+    """Run functions of the script as plain Python, in the graph of their caller if it builds one."""
+    was_eager = tf.config.functions_run_eagerly()
     # TensorFlow has no setting per function; the switch is for the whole process.
     tf.config.run_functions_eagerly(True)
     try:
         yield
     finally:
-        tf.config.run_functions_eagerly(were_eager)
+        tf.config.run_functions_eagerly(was_eager)
 
 
 _CONTROL_FLOW = (

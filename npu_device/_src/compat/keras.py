@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import sys
 import threading
 from collections.abc import Iterator
@@ -89,6 +90,23 @@ def seed_generator_of_keras_3() -> Any:
     if state is None:
         return None
     return state.get_global_attribute("global_seed_generator")
+
+
+def seed_state_of_keras_3() -> list[int] | None:
+    """Return the state of that generator; None without one."""
+    generator = seed_generator_of_keras_3()
+    if generator is None:
+        return None
+    with tf.init_scope():
+        return generator.state.numpy().tolist()
+
+
+def set_seed_state_of_keras_3(state: list[int]) -> None:
+    with tf.init_scope():
+        if seed_generator_of_keras_3() is None:
+            # The first draw makes the generator.
+            importlib.import_module("keras").random.uniform([])
+        seed_generator_of_keras_3().state.assign(state)
 
 
 def build_optimizer(optimizer: Any, variables: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Callable
 
@@ -71,7 +71,8 @@ class DryStep:
         self._world: _VirtualRanks
         # Replaced methods are given back when the trace has ended, not when ``_begin`` returns.
         self._while_tracing = contextlib.ExitStack()
-        with self._while_tracing, _functions_inline():
+        # Functions of the script would keep what they do here, without noise, for later.
+        with self._while_tracing, compat.functions_inline():
             self._function = self._traced(context.own_step, spec)
         self.graph = self._function.graph
         # What can't be undone must be known before the step first runs.
@@ -242,18 +243,6 @@ def _is_number(number: Any) -> bool:
     if not tf.is_tensor(number):
         return isinstance(number, (int, float))
     return number.shape.rank == 0 and (number.dtype.is_floating or number.dtype.is_integer)
-
-
-@contextlib.contextmanager
-def _functions_inline() -> Iterator[None]:
-    """Trace tf.functions into their caller's graph, or they would keep what they do here, without noise, for later."""
-    was_eager = tf.config.functions_run_eagerly()
-    # TensorFlow has no setting per function; the switch is for the whole process.
-    tf.config.run_functions_eagerly(True)
-    try:
-        yield
-    finally:
-        tf.config.run_functions_eagerly(was_eager)
 
 
 def _differs_in_noise_only(layer: Any) -> bool:

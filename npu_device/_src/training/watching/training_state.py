@@ -139,13 +139,18 @@ def call_on(model: Any, batch: Any) -> None:
         build_optimizer(model)
 
 
-def random_states() -> tuple[Any, Any, Any]:
-    """Return the random states of Python, numpy and TensorFlow."""
-    return random.getstate(), np.random.get_state(), compat.random_state()
+def random_states() -> tuple[Any, ...]:
+    """Return the random states of Python, numpy, TensorFlow and Keras 3."""
+    states = random.getstate(), np.random.get_state(), compat.random_state()
+    return (*states, compat.seed_state_of_keras_3())
 
 
-def set_random_states(states: tuple[Any, Any, Any]) -> None:
-    python, numpy, tensorflow = states
+def set_random_states(states: tuple[Any, ...]) -> None:
+    """Set what ``random_states`` returned; older checkpoints lack the state of Keras."""
+    python, numpy, tensorflow, *keras = states
+    # Before Python's, from which the first draw of Keras takes a number.
+    if keras and keras[0] is not None:
+        compat.set_seed_state_of_keras_3(keras[0])
     random.setstate(python)
     np.random.set_state(numpy)
     # Setting it starts the state anew, also of operations that have begun to draw.
