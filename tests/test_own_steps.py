@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from caught_messages import error_of, settings
+from caught_messages import error_of, settings, warnings_of_package
 from fit_models import descend, outcome, samples
 from pool import Pool
-from rank_comparison import compare
+from rank_comparison import compare, same
 
 import npu_device as npu
 from npu_device._src.training.fit import start
@@ -312,6 +312,40 @@ def body_numbers(kind: str) -> Any:
     )
 
 
+def body_numbers_of_no_kind(is_remedied: bool) -> Any:
+    """Return what a step logs beside its loss, a perplexity and a norm of gradients, and the warnings."""
+
+    def of_all_ranks(number: Any) -> Any:
+        if is_remedied:
+            return npu.distribute.all_reduce(number)
+        return number
+
+    def step(self: Any, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
+        gradients = of_all_ranks(tape.gradient(loss, self.trainable_variables))
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
+        self.perplexity.update_state(tf.exp(of_all_ranks(loss)))
+        self.losses_seen.update_state(loss)
+        return {
+            "perplexity": self.perplexity.result(),
+            "loss": loss,
+            "norm": tf.linalg.global_norm(gradients),
+            "twice": 2 * self.losses_seen.result(),
+        }
+
+    model = _model(step)
+    model.perplexity = tf.keras.metrics.Mean("perplexity")
+    model.losses_seen = tf.keras.metrics.Mean("losses_seen")
+    model.compile(tf.keras.optimizers.SGD(0.01))
+    x, y = _data()
+    model = npu.distribute.replicate(model)
+    with warnings_of_package() as warnings:
+        history = model.fit(x, y, batch_size=10, epochs=2, shuffle=False, verbose=0)
+    return outcome(model, history), [warning for warning in warnings if "neither" in warning]
+
+
 FOUND_BY_NAME: dict[str, Any] = {}
 """A metric that a step finds as a global of its module."""
 
@@ -544,6 +578,18 @@ def test_steps_of_the_script_train_like_one_process(
     several_keras_ranks: Pool, keras_single: Pool, body: Any, kind: str
 ) -> None:
     compare(several_keras_ranks, keras_single, body, kind)
+
+
+def test_numbers_that_are_neither_means_nor_sums_are_named(
+    keras_two_ranks: Pool, keras_single: Pool
+) -> None:
+    [(alone, _)] = keras_single.run(body_numbers_of_no_kind, False)
+    (_, [warning]), (_, silent) = keras_two_ranks.run(body_numbers_of_no_kind, False)
+    assert "for the metric 'perplexity', the log 'norm'. The 2 ranks average it" in warning
+    assert silent == []
+    for found, warnings in keras_two_ranks.run(body_numbers_of_no_kind, True):
+        same(found, alone)
+        assert warnings == []
 
 
 def test_a_step_in_float64_keeps_its_digits(several_keras_ranks: Pool, keras_single: Pool) -> None:

@@ -15,7 +15,7 @@ from npu_device._src import compat
 from npu_device._src.collectives.graph import differentiable
 from npu_device._src.gradients.reduction import ReductionOptions
 from npu_device._src.training.fit.graph_lines import where
-from npu_device._src.training.fit.metrics import note_numbers
+from npu_device._src.training.fit.metrics import METRIC, note_numbers
 from npu_device._src.training.fit.step import LOGS, Replaced, Step
 from npu_device._src.training.fit.step_context import StepContext
 from npu_device._src.training.fit.weighting import WeightedReducer
@@ -65,6 +65,8 @@ class DryStep:
         self.reducers: list = []
         self.losses: list = []  # losses that layers have added
         self.numbers: dict[str, Any] = {}
+        self.logs: Any = None  # what the step returned
+        self._metric_results: list = []
         self.chosen: list = []
         self.step: CurrentStep
         self._weighted: list = []
@@ -128,13 +130,29 @@ class DryStep:
         assert step is not None
         step.is_dry_run = True
         self.step = step
-        note_numbers(step, self._context.parts.metrics, replaced)
+        self._metric_results = note_numbers(step, self._context.parts.metrics, replaced)
         return share
 
     @compat.do_not_convert
     def _note_logs(self, logs: Any) -> None:
+        self.logs = logs
         for number in tf.nest.flatten(logs):
             self.step.is_sum(LOGS, number)
+
+    def title_of(self, name: str) -> str | None:
+        """Return what the user calls a number that a metric or the logs get; None for a result of metrics, too."""
+        number = self.step.numbers[name]
+        taker, _, place = name.partition(" ")
+        if taker == METRIC:
+            metric = self._context.parts.metrics[int(place.split()[0])]
+            return f"the metric {metric.name!r}"
+        if taker != LOGS or not isinstance(self.logs, dict):
+            return None
+        results = set(map(id, self._metric_results))
+        if any(id(tensor) in results for tensor in compat.tensors_behind([self.numbers[name]])):
+            return None
+        keys = [key for key, log in self.logs.items() if log is number]
+        return next((f"the log {key!r}" for key in keys), None)
 
     def _record(self, optimizer: Any, replaced: Replaced) -> None:
         """Take the gradients that an optimizer would apply."""

@@ -4,6 +4,7 @@ gradients, losses and numbers are means over the samples, which are sums, and wh
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +15,7 @@ from npu_device._src.comparison.trial import Trial, norm
 from npu_device._src.training.fit.dry_step import DryStep, StepResults
 from npu_device._src.training.fit.graph_lines import where
 from npu_device._src.training.fit.losses import ADDED_LOSS, LOSS
+from npu_device._src.training.fit.metrics import METRIC
 from npu_device._src.training.fit.mixing import is_of_gradients, setters_of
 from npu_device._src.training.watching.digests import variable_name
 from npu_device._src.world.current_step import IsSum
@@ -191,6 +193,21 @@ def sums_among_numbers(runs: Runs) -> IsSum:
         if abs(trial.error_of_sum - trial.error_of_mean) > 1e-6 * trial.size:
             are_sums[name] = bool(is_sum)
     return are_sums
+
+
+def numbers_of_no_kind(dry_step: DryStep, runs: Runs) -> list[str]:
+    """Return metrics and logs that get a number which is neither a mean nor a sum over the samples."""
+    counts = Counter(name.rpartition(" ")[0] for name in runs.whole.numbers)
+    titles = []
+    for name in runs.whole.numbers:
+        trial = runs.number(name)
+        error = min(trial.error_of_mean, trial.error_of_sum)
+        # A metric that gets two numbers may weight one by the other.
+        is_weighted = name.startswith(METRIC) and counts[name.rpartition(" ")[0]] > 1
+        title = dry_step.title_of(name)
+        if title is not None and not is_weighted and error > trial.allowed(_CLEARLY):
+            titles.append(title)
+    return titles
 
 
 def added_losses(dry_step: DryStep, runs: Runs) -> tuple[list[str], list[str]]:

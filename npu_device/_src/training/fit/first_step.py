@@ -283,6 +283,10 @@ def _judge(context: StepContext, samples: Samples, checked: CheckedStep) -> _Ran
             if mixture is None and lines_of_losses:
                 mixture = Mixture(f"a loss that a layer adds, {lines_of_losses[0]}", False)
             warnings.append(texts.mixed(title, different, mixture, samples.parts, world))
+    titles = findings.numbers_of_no_kind(dry_step, runs)
+    # A loss that isn't a mean is named by the other warnings.
+    if titles and not warnings:
+        warnings.append(texts.averaged(title, titles, world))
     statement = _statement(samples, bool(warnings))
     return _RankVerdict(statement, warning="\n".join(warnings))
 

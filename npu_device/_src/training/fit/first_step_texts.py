@@ -124,6 +124,18 @@ def counted(title: str, change: Change, world: World) -> str:
     )
 
 
+def averaged(title: str, titles: Sequence[str], world: World) -> str:
+    """Return the warning for numbers of metrics and logs that are neither means nor sums over the samples."""
+    return (
+        f"{title} computes a number of its samples that is neither their mean nor their sum, for "
+        f"{', '.join(titles)}. The {world.size} ranks average it, which isn't what one process has.\n"
+        "Likely cause: a root, an exponential, a norm, a maximum or a quotient of sums.\n"
+        "What to do: compute it from means or sums over all ranks, for example "
+        "tf.exp(npu.distribute.all_reduce(loss)); or give a metric the quotient, and what it is divided by as "
+        "sample_weight. Training itself is right."
+    )
+
+
 def clipped(title: str, line: str, world: World) -> str:
     """Return the warning for gradients that a step changes before they are reduced."""
     return (

@@ -237,15 +237,23 @@ def numbers_given(step: CurrentStep, name: str, args: Any, kwargs: Any) -> Any:
     return tf.nest.map_structure(partial(step.is_sum, name), (args, kwargs))
 
 
-def note_numbers(step: CurrentStep, metrics: Sequence, replaced: Replaced) -> None:
-    """Have a step note the numbers that it gives to metrics, and nothing else."""
+def note_numbers(step: CurrentStep, metrics: Sequence, replaced: Replaced) -> list:
+    """Have a step note the numbers that it gives to metrics; return a list that the metrics' results are put into."""
+    results: list = []
 
     def note(name: str, update_state: Callable, *args: Any, **kwargs: Any) -> Any:
         numbers_given(step, name, args, kwargs)
         return update_state(*args, **kwargs)
 
+    def keep(compute: Callable[[], Any]) -> Any:
+        result = compute()
+        results.extend(tf.nest.flatten(result))
+        return result
+
     for index, metric in enumerate(metrics):
         replaced.replace(metric, "update_state", partial(note, f"{METRIC} {index}"))
+        replaced.replace(metric, "result", keep)
+    return results
 
 
 def _terms_of_mean(update: _Update, fraction: tf.Tensor) -> tuple[Any, Any]:
