@@ -118,7 +118,7 @@ class Waits(keras.callbacks.Callback):
     def on_test_end(self, logs=None):
         time.sleep(0.2)
     def on_epoch_end(self, epoch, logs=None):
-        time.sleep(2.0 * (epoch == 0))
+        time.sleep(5.0 * (epoch == 0))
 model = keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
 model.compile("sgd", "mse")
 x, y = np.ones([16, 4], "float32"), np.ones([16, 1], "float32")
@@ -139,8 +139,9 @@ def test_short_epochs_are_timed_whole_but_for_the_first_ones(legacy: str, tmp_pa
     subprocess.run(command, env=variables, check=True, timeout=100)
     times = load_times(TimedProcess(str(tmp_path), 6))
     assert times is not None and times.steps >= 8 and times.steps % 4 == 0
-    # An epoch waits for four steps and a validation, the first one for two seconds more.
-    assert 0.07 < times.seconds / times.steps < 0.2
+    # An epoch waits for four steps and a validation, the first one for five seconds more.
+    assert 0.07 < times.seconds / times.steps
+    assert times.seconds < 5
 
 
 START = TimedProcess("", 10)
