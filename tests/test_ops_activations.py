@@ -19,6 +19,7 @@ from pool import Pool
 import npu_device as npu
 from npu_bridge.estimator import npu_aicore_ops
 from npu_bridge.estimator.npu_unary_ops import npu_unary_ops
+from npu_bridge.hccl import hccl_ops
 from npu_bridge.npu_cpu import npu_cpu_ops
 from npu_bridge.npu_init import npu_ops
 from npu_bridge.tbe import npu_vector_ops
@@ -161,27 +162,47 @@ def body_refused() -> None:
 @hears
 def body_float_status(said: list[str], mode: str) -> None:
     def status(first: Any, second: Any) -> Any:
-        """As loss-scaling scripts have it."""
+        """As loss-scaling scripts have it; the flag of each pass is compared after the next has begun."""
         flag = gen_npu_ops.npu_alloc_float_status()
-        with tf.control_dependencies([first * 2, tf.IndexedSlices(second * 2, tf.constant([0]))]):
-            after = gen_npu_ops.npu_get_float_status(flag)
-            newer = gen_npu_ops.npu_get_float_status_v2()
-        with tf.control_dependencies([after]):
-            cleared = gen_npu_ops.npu_clear_float_status(flag)
-        return tf.reduce_all(tf.equal(after, cleared)), tf.reduce_all(tf.equal(newer, 0))
+        with tf.control_dependencies([flag]):
+            gradients = [first * 2, tf.IndexedSlices(second * 2, tf.constant([0]))]
+        finite = []
+        for watched in (gradients, gradients[:1]):
+            with tf.control_dependencies(watched):
+                after = gen_npu_ops.npu_get_float_status(flag)
+                newer = gen_npu_ops.npu_get_float_status_v2()
+                cleared = gen_npu_ops.npu_clear_float_status(after)
+            compared = [(flag, cleared), (after, cleared), (newer, tf.zeros([8], tf.int32))]
+            finite += [tf.reduce_all(tf.equal(*pair)) for pair in compared]
+        return finite
 
     good = np.ones([3], np.float32)
     values = {"finite": 1.0, "nan": np.nan, "overflow": 3e38}
     bad = {name: np.array([[1.0, value]], np.float32) for name, value in values.items()}
     found = {name: evaluate(mode, status, good, value) for name, value in bad.items()}
     unseen = mode == "eager"  # eagerly nothing is known of the gradients, and a warning says so
-    assert found == {"finite": [True] * 2, "nan": [unseen] * 2, "overflow": [unseen] * 2}
+    seen = [unseen] * 3 + [True] * 3
+    assert found == {"finite": [True] * 6, "nan": seen, "overflow": seen}
     assert any("tf.math.is_finite" in text for text in said) == unseen
+    assert not any("use its result" in text for text in said)
+    with tf.Graph().as_default(), tf.control_dependencies([tf.constant(good)]):
+        gen_npu_ops.npu_get_float_status(tf.zeros([8]))
+    assert "use its result" in said[-1]
 
 
 def body_hcom() -> Any:
     handle = npu.open()
     rank, size = handle.worker_id, handle.workers_num
+
+    def overflows(gradient: Any) -> Any:
+        status = gen_npu_ops.npu_alloc_float_status()
+        with tf.control_dependencies([gradient * 2]):
+            read = gen_npu_ops.npu_get_float_status(status)
+        with tf.control_dependencies([read]):
+            return hccl_ops.allreduce([status], "sum")[0][0]
+
+    for mode in MODES[1:]:
+        assert evaluate(mode, overflows, np.array([np.inf, 1.0])[rank]) == [1]
     own, group = tf.constant([rank + 1.0, 2.0]), {"group": "hccl_world_group"}
     results = [
         gen_npu_ops.hcom_all_reduce(input=own, reduction="sum", fusion=1, fusion_id=-1, **group),

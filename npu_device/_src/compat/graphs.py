@@ -302,6 +302,22 @@ def replace_input(operation: Any, index: int, tensor: Any) -> None:
     operation._update_input(index, tensor)
 
 
+def feed_later_users(identity: Any, tensor: Any) -> None:
+    """Let an identity pass on another tensor to the operations that come later, in a graph that has not run yet."""
+    [earlier] = identity.inputs
+    [output] = identity.outputs
+    for user in output.consumers():
+        for index, given in enumerate(user.inputs):
+            if given is output:
+                replace_input(user, index, earlier)
+    # The new tensor may depend on operations that wait for the identity.
+    for waiting in identity._control_outputs:
+        others = [source for source in waiting.control_inputs if source is not identity]
+        waiting._remove_all_control_inputs()
+        waiting._add_control_inputs([*others, earlier.op])
+    replace_input(identity, 0, tensor)
+
+
 def set_seed_of(operation: Any, seed: int) -> None:
     """Set the graph-level part of the seed of a random operation, in a graph that has not run yet."""
     # ``random_seed.get_seed`` gives no larger seeds.

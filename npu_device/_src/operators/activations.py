@@ -2,7 +2,7 @@
 overflow flag of the NPU, which CPUs and GPUs lack: they give infinities and NaN instead, which can be detected.
 
 Scripts read the flag once the gradients are there: ``with tf.control_dependencies(gradients): get_float_status(…)``. In
-a graph, the result is therefore computed from the tensors that the operation waits for. There is nothing to clear.
+a graph, the flag is therefore computed from the tensors that the operation waits for. There is nothing to clear.
 """
 
 from __future__ import annotations
@@ -267,14 +267,15 @@ def npu_alloc_float_status(name: str | None = None) -> tf.Tensor:
 
     Source: Ascend operator NPUAllocFloatStatus.
     """
-    return tf.zeros([_LENGTH], name=name or "NpuAllocFloatStatus")
+    # An identity can be given another input by ``npu_get_float_status``.
+    return tf.identity(tf.zeros([_LENGTH]), name or "NpuAllocFloatStatus")
 
 
 def npu_get_float_status(input: Any = None, name: str | None = None) -> tf.Tensor:
     """Return whether a tensor that the operation waits for holds an infinity or NaN.
 
     Args:
-        input: from ``npu_alloc_float_status``; has no part in the answer.
+        input: from ``npu_alloc_float_status``, of the same graph. What is computed from it from now on sees the result.
         name: of the operation.
 
     Returns:
@@ -297,7 +298,21 @@ def npu_get_float_status(input: Any = None, name: str | None = None) -> tf.Tenso
             return tf.zeros([_LENGTH])
         are_finite = [tf.reduce_all(tf.math.is_finite(tensor)) for tensor in watched]
         finite = tf.cast(tf.reduce_all(are_finite), tf.float32)
-        return tf.pad([1.0 - finite], [[0, _LENGTH - 1]])
+        flag = tf.pad([1.0 - finite], [[0, _LENGTH - 1]])
+        if input is not None:
+            _write(flag, input)
+        return flag
+
+
+def _write(flag: tf.Tensor, status: Any) -> None:
+    status_graph = getattr(status, "graph", None)
+    if status_graph is not flag.graph or status.op.type != "Identity":
+        _LOGGER.warning(
+            "npu_get_float_status can't write to its input, which isn't from npu_alloc_float_status in the same graph. "
+            "What to do: use its result."
+        )
+        return
+    compat.feed_later_users(status.op, tf.cast(flag, status.dtype))
 
 
 def npu_clear_float_status(input: Any = None, name: str | None = None) -> tf.Tensor:
@@ -317,7 +332,7 @@ def npu_alloc_float_status_v2(name: str | None = None) -> tf.Tensor:
     Args:
         name: of the operation.
     """
-    return tf.zeros([_LENGTH], tf.int32, name=name or "NpuAllocFloatStatusV2")
+    return tf.identity(tf.zeros([_LENGTH], tf.int32), name or "NpuAllocFloatStatusV2")
 
 
 def npu_get_float_status_v2(input: Any = None, name: str | None = None) -> tf.Tensor:
