@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from pathlib import Path
 from typing import Any
@@ -35,11 +36,24 @@ def test_an_object_of_each_rank_reaches_all_ranks(ranks: Pool, size: int) -> Non
 
 def body_zero_first(directory: str) -> Any:
     path = Path(directory) / "prepared"
-    with npu.distribute.rank_zero_first() as main:
-        if main:
-            time.sleep(0.3)
-            path.write_text("ready")
-        found = main, path.read_text()
+    graph = tf.Graph()
+    # A call in the graph of a session runs at once, too.
+    for context in (graph.as_default(), contextlib.nullcontext()):
+        with context:
+            with npu.distribute.rank_zero_first() as main:
+                if main:
+                    time.sleep(0.3)
+                    path.write_text("ready")
+                found = main, path.read_text()
+            npu.distribute.barrier()
+            everybodys = npu.distribute.gather_object({"read": path.read_text()})
+            assert everybodys == [{"read": "ready"}] * npu.distribute.size()
+            if main:
+                time.sleep(0.3)
+                path.unlink()
+            npu.distribute.barrier()
+            assert not path.exists()
+    assert not graph.get_operations()
 
     def fails() -> None:
         with npu.distribute.rank_zero_first() as main:

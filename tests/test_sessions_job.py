@@ -84,12 +84,23 @@ npu_plugin.npu_resource_shutdown()
 FAILING = (
     HEAD
     + """
+import time
+from pathlib import Path
+import npu_device as npu
+
+saved = Path(__file__).with_name("saved")
 train = NPUDistributedOptimizer(tf.train.GradientDescentOptimizer(0.1)).minimize(loss, global_step=step)
 with tf.train.MonitoredTrainingSession() as session:
     for number in range(5):
         if number == 3 and rank == 1:
             raise ValueError("the disk of rank 1 is full")
         session.run([train, everybodys])
+        if rank == 0:
+            time.sleep(0.3)
+            saved.write_text(str(number))
+        npu.distribute.barrier()
+        assert saved.read_text() == str(number)
+        npu.distribute.barrier()
 """
 )
 

@@ -50,6 +50,13 @@ def after(operation: Any) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext()
 
 
+def at_once_in_session() -> contextlib.AbstractContextManager[Any]:
+    """Return a context whose operations run at once, also while the graph of a session is built."""
+    if runs_if_fetched():
+        return compat.eager_mode()
+    return contextlib.nullcontext()
+
+
 def fetchable(operations: Sequence) -> tf.Operation | None:
     """Return one operation for a session to fetch; None if operations run without being fetched."""
     if not runs_if_fetched():

@@ -7,7 +7,6 @@ from typing import Any, Callable
 
 import tensorflow as tf
 
-from npu_device._src import compat
 from npu_device._src.collectives.graph import after
 from npu_device._src.horovod.shared_arguments import described
 from npu_device._src.horovod.tensor_ops import operation
@@ -55,8 +54,7 @@ class BroadcastGlobalVariablesHook(hooks.NPUBroadcastGlobalVariablesHook):
 @operation
 def broadcast_object(obj: Any, root_rank: int = 0) -> Any:
     """Return the Python object of the root, also while a graph is built."""
-    with compat.eager_mode():
-        return ranks.broadcast_object(obj, root_rank)
+    return ranks.broadcast_object(obj, root_rank)
 
 
 @described
@@ -68,5 +66,4 @@ def broadcast_object_fn(root_rank: int = 0, **arguments: Any) -> Callable[[Any],
 @operation
 def allgather_object(obj: Any) -> list:
     """Return the Python objects of all ranks, by rank, also while a graph is built."""
-    with compat.eager_mode():
-        return ranks.gather_object(obj)
+    return ranks.gather_object(obj)

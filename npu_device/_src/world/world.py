@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from npu_device._src import compat
+from npu_device._src.collectives.graph import at_once_in_session
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
 from npu_device._src.collectives.moves import all_gather_v
@@ -40,8 +42,9 @@ class World:
     def from_root(self, tensors: Sequence[tf.Tensor], root_rank: int = 0) -> list[tf.Tensor]:
         return broadcast(self.job, list(tensors), root_rank, self.group)
 
+    @compat.eager_mode()
     def object_from_root(self, value: Any, root_rank: int = 0) -> Any:
-        """Return the Python object of the root; those of the other ranks are ignored."""
+        """Return the Python object of the root, also while a graph is built; those of the other ranks are ignored."""
         trusted = self.job.cluster.trusted
         sends = self.rank == root_rank
         content = b""
@@ -63,8 +66,11 @@ class World:
             return value
         return received
 
+    @compat.eager_mode()
     def objects(self, value: Any, purpose: str) -> list:
-        """Return the Python objects of all ranks; ``purpose`` is for the error if they exchange unrelated ones."""
+        """Return the Python objects of all ranks, also while a graph is built; ``purpose`` is for the error if they
+        exchange unrelated ones.
+        """
         trusted = self.job.cluster.trusted
         array = np.frombuffer(packed(value, trusted), np.uint8)
         # Objects differ in size, which a gather of rows allows.
@@ -78,7 +84,9 @@ class World:
         return "\n".join(self.job.cluster.lines(texts_by_rank))
 
     def wait(self) -> None:
-        barrier(self.job, self.group)
+        """Wait for the other ranks: at once in the graph of a session, and in a ``tf.function`` whenever it runs."""
+        with at_once_in_session():
+            barrier(self.job, self.group)
 
 
 def value_of(variable: Any) -> tf.Tensor:
