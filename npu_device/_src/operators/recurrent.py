@@ -507,7 +507,7 @@ def npu_dynamic_rnn(
 
     Args:
         cell: an RNN cell of TensorFlow 1.
-        inputs: a list of ``[batch, …]`` tensors, one for each step; or one tensor ``[batch, time, …]`` of known time.
+        inputs: a list of ``[batch, …]`` tensors, one for each step; or one tensor ``[time, batch, …]`` of known time.
         initial_state: default zeros, which need ``dtype``.
         dtype: of the zeros.
         sequence_length: ``[batch]``, number of steps of each sequence; default all.
@@ -519,15 +519,15 @@ def npu_dynamic_rnn(
     Source: Ascend TF Adapter 1.15, ``npu_rnn.npu_dynamic_rnn``.
     """
     as_list = isinstance(inputs, (list, tuple))
-    if not as_list and inputs.shape[1] is None:
+    if not as_list and inputs.shape[0] is None:
         raise ValueError(
-            f"npu_dynamic_rnn was given inputs of shape {inputs.shape}, whose axis 1 (time) has no known length; the "
+            f"npu_dynamic_rnn was given inputs of shape {inputs.shape}, whose axis 0 (time) has no known length; the "
             "steps are unrolled.\nWhat to do: set_shape the inputs, or use tf.compat.v1.nn.dynamic_rnn."
         )
     if as_list:
         steps = list(inputs)
     else:
-        steps = tf.unstack(inputs, axis=1)
+        steps = tf.unstack(inputs)
     outputs, state = tf.compat.v1.nn.static_rnn(
         cell,
         steps,
@@ -537,5 +537,5 @@ def npu_dynamic_rnn(
         scope=scope,
     )
     if not as_list:
-        outputs = tf.stack(outputs, axis=1)
+        outputs = tf.stack(outputs)
     return outputs, state
