@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from caught_messages import settings
+from caught_messages import error_of, settings
 from collective_bodies import wrong_refusals
 from pool import Pool
 
@@ -149,21 +149,29 @@ def test_overflow_on_one_rank_leaves_the_step_out_on_all(two_ranks: Pool) -> Non
     )
 
 
-def several_steps(hook: bool) -> tuple[int, int, float]:
-    """Runs of an operation that makes three steps each; data comes from an iterator and a placeholder."""
+def several_steps(hook: bool) -> tuple[Any, list[Any]]:
+    """Runs of an operation that makes three steps each; data comes from an iterator and a placeholder, and ends."""
     v1 = tf.compat.v1
+
+    class End(v1.train.SessionRunHook):
+        def end(self, session: Any) -> None:
+            ends.append(session.run(step))
+
+    ends: list[Any] = []
+    suppressed = () if hook else (tf.errors.OutOfRangeError,)
     with tf.Graph().as_default():
-        numbers = v1.data.make_one_shot_iterator(tf.data.Dataset.range(100)).get_next()
+        numbers = v1.data.make_one_shot_iterator(tf.data.Dataset.range(9)).get_next()
         weight = v1.get_variable("weight", initializer=0.0)
         step = v1.train.get_or_create_global_step()
         opt = NPUDistributedOptimizer(v1.train.GradientDescentOptimizer(1.0))
         factor = v1.placeholder(tf.float32, [])
-        update = opt.minimize(-weight * tf.cast(numbers, tf.float32) * factor, global_step=step)
+        finite = tf.debugging.check_numerics(tf.cast(numbers, tf.float32) * factor, "")
+        update = opt.minimize(-weight * finite, global_step=step)
         config = v1.ConfigProto(inter_op_parallelism_threads=1)
-        with contextlib.ExitStack() as stack:
+        with contextlib.suppress(*suppressed), contextlib.ExitStack() as stack:
             if hook:
                 loop = all_hooks.IterationPerLoop().create_iteration_per_loop_var(update)
-                hooks = [SetIterationsVarHook(3)]
+                hooks = [SetIterationsVarHook(3), End()]
                 session = stack.enter_context(
                     v1.train.MonitoredTrainingSession(hooks=hooks, config=config)
                 )
@@ -175,13 +183,18 @@ def several_steps(hook: bool) -> tuple[int, int, float]:
                 assert loop.name.endswith("IterationOp")
             session.run(loop, {factor: 1.0})
             session.run(loop, {factor: 2.0})
-            return (*session.run([step, numbers]), float(session.run(weight)))
+            found = (*session.run([step, numbers]), float(session.run(weight)))
+            assert error_of(session.run, loop, {factor: np.nan}).startswith("InvalidArgumentError")
+            session.run(loop, {factor: 1.0})
+            raise AssertionError("the data has no end")
+    return found, ends
 
 
 @pytest.mark.parametrize("hook", [False, True])
 def test_several_steps_in_one_run(two_ranks: Pool, hook: bool) -> None:
-    for found in two_ranks.run(several_steps, hook):
+    for found, ends in two_ranks.run(several_steps, hook):
         assert found == (6, 6, float(sum(range(3)) + 2 * sum(range(3, 6))))
+        assert ends == [7] * hook
 
 
 def hooks() -> Any:

@@ -237,6 +237,14 @@ class SetIterationsVarHook(tf.compat.v1.train.SessionRunHook):
             loop.load_iteration_per_loop_var(session, self._iterations_per_loop)
 
 
+# What a Python function has to raise for an error of TensorFlow; for anything else it is an UnknownError. The first one
+# tells scripts and ``MonitoredTrainingSession`` that the data has ended.
+_RAISED_AS: dict[type[tf.errors.OpError], type[Exception]] = {
+    tf.errors.OutOfRangeError: StopIteration,
+    tf.errors.InvalidArgumentError: ValueError,
+}
+
+
 class IterationPerLoop:
     """An operation that runs another one several times; the number is set later.
 
@@ -246,6 +254,7 @@ class IterationPerLoop:
     def __init__(self) -> None:
         self._session: Any = None
         self._steps = 1
+        self._failure: Exception | None = None
 
     def create_iteration_per_loop_var(self, train_op: Any) -> Any:
         """Return the operation for ``session.run``.
@@ -264,15 +273,25 @@ class IterationPerLoop:
         placeholders = _placeholders_before(train_op)
 
         def steps(*fed: np.ndarray) -> list[np.ndarray]:
-            for _step in range(self._steps):
-                self._session.run(train_op, dict(zip(placeholders, fed)))
+            self._failure = None
+            try:
+                for _step in range(self._steps):
+                    self._session.run(train_op, dict(zip(placeholders, fed)))
+            except tuple(_RAISED_AS) as error:
+                self._failure = _RAISED_AS[type(error)](error.message)
             return [np.array(self._steps, np.int64)]
+
+        def checked(steps_made: np.ndarray) -> np.ndarray:
+            if self._failure is not None:
+                raise self._failure
+            return steps_made
 
         # Loops that aren't referred to any more need no number of steps.
         _loops.setdefault(train_op.graph, weakref.WeakSet()).add(self)
         with train_op.graph.as_default():
             [steps_made] = call_python(steps, placeholders, [tf.TensorSpec([], tf.int64)])
-            with tf.control_dependencies([steps_made]):
+            # In ``steps`` the dataset around it would make another error of the failure.
+            with tf.control_dependencies([tf.numpy_function(checked, [steps_made], tf.int64)]):
                 return tf.no_op(name="IterationOp")
 
     def load_iteration_per_loop_var(self, sess: Any, iterations_per_loop: int = 1) -> None:
