@@ -42,41 +42,41 @@ class World:
     def from_root(self, tensors: Sequence[tf.Tensor], root_rank: int = 0) -> list[tf.Tensor]:
         return broadcast(self.job, list(tensors), root_rank, self.group)
 
-    @compat.eager_mode()
     def object_from_root(self, value: Any, root_rank: int = 0) -> Any:
         """Return the Python object of the root, also while a graph is built; those of the other ranks are ignored."""
-        trusted = self.job.cluster.trusted
-        sends = self.rank == root_rank
-        content = b""
-        if sends:
-            content = packed(value, trusted)
-        array = np.frombuffer(content, np.uint8)
-        # The length is sent first, as the other ranks have to know the shape; with 64 bits, since objects may be larger
-        # than 2 GiB.
-        own_length = np.int64(len(array))
-        [length] = self.from_root([tf.constant(own_length)], root_rank)
-        if not sends:
-            array = np.zeros(int(length), np.uint8)
-        [sent] = self.from_root([tf.constant(array)], root_rank)
-        received = None
-        # Read by the root, too, so that what can't be sent is an error on all ranks.
-        if not sends or not trusted:
-            [received] = unpacked(sent.numpy().tobytes(), [f"rank {root_rank}"], trusted)
-        if sends:
-            return value
-        return received
+        with compat.eager_mode():
+            trusted = self.job.cluster.trusted
+            sends = self.rank == root_rank
+            content = b""
+            if sends:
+                content = packed(value, trusted)
+            array = np.frombuffer(content, np.uint8)
+            # The length is sent first, as the other ranks have to know the shape; with 64 bits, since objects may be
+            # larger than 2 GiB.
+            own_length = np.int64(len(array))
+            [length] = self.from_root([tf.constant(own_length)], root_rank)
+            if not sends:
+                array = np.zeros(int(length), np.uint8)
+            [sent] = self.from_root([tf.constant(array)], root_rank)
+            received = None
+            # Read by the root, too, so that what can't be sent is an error on all ranks.
+            if not sends or not trusted:
+                [received] = unpacked(sent.numpy().tobytes(), [f"rank {root_rank}"], trusted)
+            if sends:
+                return value
+            return received
 
-    @compat.eager_mode()
     def objects(self, value: Any, purpose: str) -> list:
         """Return the Python objects of all ranks, also while a graph is built; ``purpose`` is for the error if they
         exchange unrelated ones.
         """
-        trusted = self.job.cluster.trusted
-        array = np.frombuffer(packed(value, trusted), np.uint8)
-        # Objects differ in size, which a gather of rows allows.
-        content = self.gather(tf.constant(array), purpose).numpy().tobytes()
-        senders = [f"rank {rank}" for rank in self.group.ranks]
-        return unpacked(content, senders, trusted)
+        with compat.eager_mode():
+            trusted = self.job.cluster.trusted
+            array = np.frombuffer(packed(value, trusted), np.uint8)
+            # Objects differ in size, which a gather of rows allows.
+            content = self.gather(tf.constant(array), purpose).numpy().tobytes()
+            senders = [f"rank {rank}" for rank in self.group.ranks]
+            return unpacked(content, senders, trusted)
 
     def lines(self, texts: Iterable[str]) -> str:
         """Return a line of a message for each rank, given its text."""
