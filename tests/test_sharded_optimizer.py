@@ -305,13 +305,19 @@ def test_a_rank_that_ends_first_hands_its_slots_over(tmp_path: Any) -> None:
 
 
 SAVED_BY_ALL = """
-import gc, time
+import atexit, gc, threading, time
 import numpy as np
 import tensorflow as tf
 import npu_device as npu
 from hccl.manage.api import create_group
 npu.open()
 rank = npu.distribute.rank()
+
+def refuse(thread):
+    raise RuntimeError("can't create new thread at interpreter shutdown")
+
+# Python 3.12 refuses by itself.
+atexit.register(setattr, threading.Thread, "start", refuse)
 
 def train(group):
     variables = [tf.keras.Variable(tf.fill([500, 3], 1.0 + place), dtype="float32") for place in range(6)]

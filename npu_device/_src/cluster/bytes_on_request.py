@@ -176,19 +176,18 @@ class BytesOnRequest:
         return False
 
     def _serve(self, rank: int, connection: socket.socket) -> None:
-        """Answer the requests of a rank, until it closes the connection."""
-        with contextlib.suppress(ClusterError, OSError), connection:
-            connection.settimeout(CHECK_SECONDS)
-            while True:
-                request = self._move_all(connection.recv_into, bytearray(_REQUEST.size))
-                hands_over, *numbers = _REQUEST.unpack(request)
-                key: Any = tuple(numbers)
-                incoming = self._received(connection)
-                if hands_over:
-                    answer = self._take_over(rank, key, incoming)
-                else:
-                    answer = self._answer(rank, key, incoming)
-                self._send(connection, answer)
+        """Answer the requests of a rank until its connection is closed, which raises an error."""
+        connection.settimeout(CHECK_SECONDS)
+        while True:
+            request = self._move_all(connection.recv_into, bytearray(_REQUEST.size))
+            hands_over, *numbers = _REQUEST.unpack(request)
+            key: Any = tuple(numbers)
+            incoming = self._received(connection)
+            if hands_over:
+                answer = self._take_over(rank, key, incoming)
+            else:
+                answer = self._answer(rank, key, incoming)
+            self._send(connection, answer)
 
     def _answer(self, rank: int, key: Key, incoming: bytearray | None) -> memoryview | None:
         """Return the bytes of a key, here or handed over; given others, take them."""

@@ -201,10 +201,9 @@ def serve(
             threading.Thread(
                 target=let_in, args=(connection,), name="npu_device-admit", daemon=True
             ).start()
-        # No thread may be free for a moment.
+        # No thread may be free for a moment. In Python 3.12, none can be started once the script has ended.
         except RuntimeError:
-            unproved.pop(connection, None)
-            connection.close()
+            let_in(connection)
 
 
 def admit(connection: socket.socket, secret: bytes) -> tuple[TimedConnection, Message]:

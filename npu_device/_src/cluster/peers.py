@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from collections import defaultdict, deque
+from queue import SimpleQueue
 from typing import Callable, NoReturn
 
 from npu_device._src import environment
@@ -45,8 +46,8 @@ class Peers:
         self._owning = threading.Lock()
         self._arrival = threading.Condition()
         self._arrived: defaultdict[tuple[int, int], deque[socket.socket]] = defaultdict(deque)
-        # By the numbers of connections that aren't accepted, the functions that serve them.
-        self._servers: dict[int, Callable[[int, socket.socket], None]] = {}
+        # By the numbers of connections that aren't accepted, the queues of the threads that serve them.
+        self._served: dict[int, SimpleQueue[tuple[int, socket.socket]]] = {}
         # Replaced, never changed, so that another thread may iterate over it.
         self.owned_connections: frozenset[socket.socket] = frozenset()
         myself = weakref.ref(self)
@@ -61,8 +62,22 @@ class Peers:
         return tuple(map(join_address, self._cluster.addresses, ports))
 
     def serve(self, number: int, act: Callable[[int, socket.socket], None]) -> None:
-        """Let a function serve the connections of other ranks for a number, each in a thread, given the rank."""
-        self._servers[number] = act
+        """Let a function serve the connections of other ranks for a number, one of each rank, in a thread, given the
+        rank.
+        """
+        waiting: SimpleQueue[tuple[int, socket.socket]] = SimpleQueue()
+
+        def serve_one_by_one() -> None:
+            while True:
+                rank, connection = waiting.get()
+                with contextlib.suppress(Exception), connection:
+                    act(rank, connection)
+
+        # From Python 3.12 on, no thread can be started once the script has ended.
+        for _ in range(self._cluster.world_size - 1):
+            name = "npu_device-serve"
+            threading.Thread(target=serve_one_by_one, name=name, daemon=True).start()
+        self._served[number] = waiting
         self.open()
 
     def open(self) -> None:
@@ -173,8 +188,8 @@ class Peers:
         number = int(said["number"])
         if not 0 <= rank < self._cluster.world_size:
             raise ValueError("no such rank")
-        if number in self._servers:
-            self._servers[number](rank, self._owned_by_caller(timed.connection))
+        if number in self._served:
+            self._served[number].put((rank, self._owned_by_caller(timed.connection)))
             return
         with self._arrival:
             if sum(map(len, self._arrived.values())) >= _MOST_UNCLAIMED:
