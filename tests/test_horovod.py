@@ -49,6 +49,11 @@ def body_operations() -> None:
     sent, counts = hvd.alltoall(tf.fill([size * 2, 2], rank), splits=[2] * size)
     assert sent.numpy()[:, 0].tolist() == [r for r in range(size) for _ in range(2)]
     assert counts.numpy().tolist() == [2] * size
+    exchange = tf.function(hvd.alltoall, input_signature=[tf.TensorSpec([None], tf.int32)])
+    assert exchange(tf.range(2 * size)).numpy().tolist() == [2 * rank, 2 * rank + 1] * size
+    if size > 1:
+        with pytest.raises(tf.errors.InvalidArgumentError, match="pass splits"):
+            exchange(tf.range(2 * size + 1))
     rows = (
         hvd.reducescatter(tf.range(size + 1), op=hvd.Sum).numpy().tolist()
     )  # one row more for rank 0
@@ -194,18 +199,24 @@ def body_loop(kind: str) -> Any:
     def step(x: Any, first: bool) -> None:
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean(tf.square(model(x, training=True) - 1.0))
-        if "optimizer" not in kind:
-            tape = hvd.DistributedGradientTape(tape)
+            if "optimizer" not in kind:
+                # Within the block of the tape that records, which ends with it.
+                tape = hvd.DistributedGradientTape(tape)  # noqa: PLW2901 - what is tested
         gradients = tape.gradient(loss, model.trainable_variables)
         optimizer.apply_gradients(zip(gradients, model.trainable_variables))
-        if first:
+        if "function" in kind:
+            # A branch returns the call, as scripts for graphs do.
+            variables = model.variables + list(optimizer.variables)
+            send = lambda: hvd.broadcast_variables(variables, root_rank=0)  # noqa: E731
+            tf.cond(first, send, lambda: tf.constant(True))
+        elif first:
             hvd.broadcast_variables(model.variables, root_rank=0)
             hvd.broadcast_variables(optimizer.variables, root_rank=0)
 
     if "function" in kind:
         step = tf.function(step)
     for number in range(8):
-        step(tf.random.normal([8, 4]), number == 0)
+        step(tf.random.normal([8, 4]), tf.constant(number == 0))
     logging.getLogger("npu_device").removeHandler(handler)
     assert not records, records
     return [value.tolist() for value in model.get_weights()]
@@ -360,20 +371,27 @@ def body_callbacks(graph: bool) -> Any:
     import npu_device.distribute
     import npu_device.horovod.tensorflow.keras as hvd
 
+    class PerClass(tf.keras.metrics.MeanSquaredError):
+        def result(self) -> Any:
+            return super().result() * tf.constant([1.0, 2.0])
+
     hvd.init()
     rank, size = hvd.rank(), hvd.size()
     with tf.Graph().as_default() if graph else contextlib.nullcontext():
         tf.keras.utils.set_random_seed(rank)
         optimizers = tf.keras.optimizers.legacy if graph else tf.keras.optimizers
         model = tf.keras.Sequential([tf.keras.Input([3]), tf.keras.layers.Dense(1)])
-        model.compile(hvd.DistributedOptimizer(optimizers.SGD(0.1 * size)), "mse", metrics=["mae"])
+        metrics: list = ["mae"]
+        if not graph:
+            metrics.append(PerClass(name="per_class"))
+        # Only the root's rate counts, as if it alone had loaded the model.
+        rate = 0.1 * size if rank == 0 else 5.0
+        model.compile(hvd.DistributedOptimizer(optimizers.SGD(rate)), "mse", metrics=metrics)
         callbacks = [
             hvd.callbacks.BroadcastGlobalVariablesCallback(0),
             hvd.callbacks.MetricAverageCallback(device=""),
-            hvd.callbacks.LearningRateWarmupCallback(0.1 * size, warmup_epochs=2),
-            hvd.callbacks.LearningRateScheduleCallback(
-                0.1 * size, lambda epoch: 0.1, start_epoch=2
-            ),
+            hvd.callbacks.LearningRateWarmupCallback(warmup_epochs=2),
+            hvd.callbacks.LearningRateScheduleCallback(None, lambda epoch: 0.1, start_epoch=2),
         ]
         x = np.random.default_rng(rank).normal(size=(16, 3)).astype(np.float32)
         found = model.fit(x, x[:, :1] + rank, 8, epochs=3, verbose=0, callbacks=callbacks).history
@@ -381,12 +399,15 @@ def body_callbacks(graph: bool) -> Any:
         if size > 1 and not graph:
             with pytest.raises(ValueError, match="take out the hvd calls"):
                 npu_device.distribute.replicate(model).fit(x, x[:, :1], 8, verbose=0)
-        return found, weights
+        return {name: np.array(one).tolist() for name, one in found.items()}, weights
 
 
 def require_equal_ends(ranks: Pool, graph: bool) -> None:
     ends, size = ranks.run(body_callbacks, graph), ranks.size
     assert all(end == ends[0] for end in ends)
+    if not graph:
+        losses = np.array(ends[0][0]["loss"])
+        np.testing.assert_allclose(ends[0][0]["per_class"], losses[:, None] * [1, 2], rtol=1e-5)
     assert ends[0][0]["lr"] == pytest.approx([0.1 * (1 + (size - 1) / 2), 0.1 * size, 0.01 * size])
 
 

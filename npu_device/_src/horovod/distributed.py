@@ -167,6 +167,8 @@ def DistributedGradientTape(
     # A shallow copy shares the tape's recording with the original. Its class is made for this tape, which may be of a
     # subclass in the script.
     tape.__class__ = _distributed(gradtape.__class__)
+    # The original ends its recording, once.
+    tape._recording = False
     tape.npu_settings = _settings(**with_effect(arguments))
     tape.npu_local = LocalSources(scale_local_gradients)
     return tape

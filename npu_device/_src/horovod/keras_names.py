@@ -103,18 +103,20 @@ class MetricAverageCallback(tf.keras.callbacks.Callback):
         if logs:
             # Keras may log metrics in another order on each rank.
             names = sorted(logs)
-            # Python's numbers in the logs have the precision of float64.
-            metrics = np.asarray([logs[name] for name in names], np.float64)
+            # Python's numbers in the logs have the precision of float64. A metric may be one number per class.
+            metrics = [np.asarray(logs[name], np.float64) for name in names]
             with compat.eager_mode():
-                [means] = all_reduce([metrics])
-            logs.update(zip(names, np.asarray(means).tolist()))
+                means = [mean.numpy() for mean in all_reduce(metrics)]
+            for name, mean in zip(names, means):
+                # Scalars are numbers of Python, as Keras logs them.
+                logs[name] = mean if mean.ndim else float(mean)
 
 
 class LearningRateScheduleCallback(tf.keras.callbacks.Callback):
     """Sets the learning rate to the initial one times a multiplier.
 
     Args:
-        initial_lr: the initial learning rate; default: that of the optimizer when training begins.
+        initial_lr: the initial learning rate; default: that of rank 0's optimizer when training begins.
         multiplier: a number, to the power of the epochs since ``start_epoch``; or a function of the epoch.
         start_epoch, end_epoch: the first epoch in which it is set, and the first one in which it no longer is.
         staircase: set it once per epoch, with a whole epoch; else for each batch, with a fraction.
@@ -154,7 +156,8 @@ class LearningRateScheduleCallback(tf.keras.callbacks.Callback):
 
     def on_train_begin(self, logs: _Logs = None) -> None:
         if self.initial_lr is None:
-            self.initial_lr = self._number("learning_rate")
+            # That of rank 0, which may be the only one that has loaded the model: its variables are sent later.
+            self.initial_lr = sent_state.broadcast_object(self._number("learning_rate"))
         if not self.steps_per_epoch:
             # Keras in TensorFlow 1 gives the number of samples and the size of a batch instead of the steps.
             steps, samples, batch = map(self.params.get, ("steps", "samples", "batch_size"))

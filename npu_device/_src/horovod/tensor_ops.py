@@ -234,9 +234,16 @@ def alltoall(tensor: Any, splits: Any = None, name: str | None = None) -> Any:
         count = world.size
     problem = ""
     if splits is None:
-        sent = tf.fill([count], tf.shape(tensor)[0] // count)
-        if tensor.shape[0] is not None and tensor.shape[0] % count:
-            problem = f"{tensor.shape[0]} rows can't be divided among {count} ranks; pass splits"
+        rows = tf.shape(tensor)[0]
+        sent = tf.fill([count], rows // count)
+        reason = f"rows can't be divided among {count} ranks; pass splits"
+        if tensor.shape[0] is None:
+            # Checked where the graph runs, before anything is sent.
+            check = tf.debugging.assert_equal(rows % count, 0, f"alltoall: {reason}")
+            with tf.control_dependencies([check]):
+                sent = tf.identity(sent)
+        elif tensor.shape[0] % count:
+            problem = f"{tensor.shape[0]} {reason}"
     else:
         sent = tf.cast(compat.to_tensor(splits), tf.int32)
         if sent.shape.rank != 1 or sent.shape[0] not in (count, None):
