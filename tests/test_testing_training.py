@@ -106,8 +106,10 @@ def make_model(loss: Any = "mse") -> Any:
         layers.BatchNormalization(),
         layers.Dropout(0.5),
     ]
-    model = tf.keras.Sequential([*made, layers.Dense(1, name="last")])
-    model.compile(tf.keras.optimizers.Adam(0.01), loss, metrics=["mae"])
+    model = tf.keras.Sequential([*made, layers.Dense(2, name="last")])
+    # The score is one number per column.
+    metrics = ["mae", tf.keras.metrics.R2Score(class_aggregation=None)]
+    model.compile(tf.keras.optimizers.Adam(0.01), loss, metrics=metrics)
     return model
 
 
@@ -120,7 +122,7 @@ NUMBERS = np.random.default_rng(0)
 
 def other_data_each_time() -> tf.data.Dataset:
     x = NUMBERS.normal(size=[24, 3]).astype(np.float32)
-    return tf.data.Dataset.from_tensor_slices((x, x[:, :1])).batch(12)
+    return tf.data.Dataset.from_tensor_slices((x, x[:, :2])).batch(12)
 
 
 def make_callbacks() -> list[Any]:
@@ -131,7 +133,7 @@ def test_a_training_on_ranks_is_that_of_one_process() -> None:
     random = np.random.default_rng(1)
     data = (
         random.normal(size=[24, 3]).astype(np.float32),
-        random.normal(size=[24, 1]).astype(np.float32),
+        random.normal(size=[24, 2]).astype(np.float32),
     )
     equal = partial(testing.equal_to_one_process, keras=3, environment={"PYTHONPATH": LEAN})
     equal(make_model, data, ranks=[2], make_callbacks=make_callbacks)

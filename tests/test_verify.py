@@ -385,9 +385,11 @@ model = tf.keras.Sequential([tf.keras.Input([4]), tf.keras.layers.Dense(3), tf.k
 model.layers[0].kernel.assign_add(tf.fill([4, 3], 0.1 * hvd.rank()))
 optimizer = tf.keras.optimizers.SGD(0.1 * hvd.size())
 if {fit}:
-    model.compile(hvd_keras.DistributedOptimizer(optimizer), "mse")
+    score = tf.keras.metrics.R2Score(class_aggregation=None, name="score")
+    model.compile(hvd_keras.DistributedOptimizer(optimizer), "mse", metrics=[score])
     sent = hvd_keras.callbacks.BroadcastGlobalVariablesCallback(0)
-    model.fit(x, y, batch_size=12, verbose=0, callbacks=[sent])
+    reader = tf.keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: print(logs["score"][0]))
+    model.fit(x, y, batch_size=12, verbose=0, callbacks=[sent, reader])
 for x, y in tf.data.Dataset.from_tensor_slices((x, y)).shuffle(48).batch(12):
     with tf.GradientTape() as tape:
         loss = tf.reduce_mean(tf.square(model(x, training=True) - y))

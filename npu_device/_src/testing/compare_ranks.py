@@ -229,9 +229,9 @@ def _train(
             arrays = [weight.ravel() for weight in model.get_weights()]
             training.weights.append(dict(zip(names, arrays)))
             rates = ("learning_rate", "lr")
-            training.logs.append(
-                {name: float(number) for name, number in logs.items() if name not in rates}
-            )
+            logged = [name for name in logs if name not in rates]
+            # A metric may be one number per class.
+            training.logs.append({name: np.ravel(logs[name]) for name in logged})
             rate = keras.backend.get_value(model.optimizer.learning_rate)
             training.decisions[f"learning rate after epoch {epoch + 1}"] = float(rate)
 

@@ -266,7 +266,8 @@ class StepRecorder:
             if np.ndim(number) == 0:
                 numbers[name] = float(number)
         self._keep_logs(numbers)
-        returned = original(callbacks, batch, numbers)
+        # Metrics with a number per class stay as they are.
+        returned = original(callbacks, batch, {**(logs or {}), **numbers})
         model = self._phases.end_fit()
         if model is not None:
             names = {metric.name for metric in training_state.metrics(model)}
