@@ -309,7 +309,8 @@ import atexit, gc, threading, time
 import numpy as np
 import tensorflow as tf
 import npu_device as npu
-from hccl.manage.api import create_group
+from hccl.manage.api import create_group, destroy_group
+from npu_device._src.collectives.job import current
 npu.open()
 rank = npu.distribute.rank()
 
@@ -331,11 +332,21 @@ def train(group):
     assert len(store) == 14 and all(np.any(value) for value in store.values()), store
     np.savez(f"FOLDER/{group}-{rank}.npz", **store)
 
+for _ in range(2):
+    create_group("all", 3, [0, 1, 2])
+    npu.distribute.all_reduce(1.0, group="all")
+    destroy_group("all")
 if rank:
     create_group("pair", 2, [1, 2])
     train("pair")
+create_group("all", 3, [0, 1, 2])
+npu.distribute.all_reduce(1.0, group="all")
+if rank == 0:
+    destroy_group("all")
 train("hccl_world_group")
 gc.collect()
+# Nobody takes rank 0, which has destroyed its group, for one that left before a call in it.
+assert not current().health.has_failed
 """
 
 

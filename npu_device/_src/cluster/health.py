@@ -90,11 +90,11 @@ class Health:
                 raise PeerError(text)
         self.require_running()
 
-    def look_for_missing(self) -> None:
-        """Stop this rank if it has begun a transfer that a rank which has left should have joined."""
-        if not self._departed:
-            return
-        for group, count in self.count_transfers().items():
+    def look_for_missing(self, waiting: dict[GroupId, int]) -> None:
+        """Stop this rank if it waits in a transfer that a rank which has left should have joined; given the number of
+        begun transfers in each group in which it waits.
+        """
+        for group, count in waiting.items():
             text = self._missed(group, count)
             if text is not None:
                 self._abort(text)

@@ -12,6 +12,7 @@ from typing import Any, Callable, Union, cast
 import tensorflow as tf
 
 from npu_device._src import compat
+from npu_device._src.cluster.health import GroupId
 from npu_device._src.collectives.call import Row, Terms
 from npu_device._src.collectives.group import Group
 
@@ -19,15 +20,16 @@ Position = dict[str, Any]
 """How many transfers of a group a rank has begun, whether it waits in one, and the row of its call."""
 
 _LARGEST = 0x7FFFFFFF
+_MOST_DESTROYED = 100  # groups whose number of transfers is remembered
 _TRANSFER = {"collective": "a transfer of data", "line": "TensorFlow's backend"}
 
 
 class CallCount:
     """How many transfers of a group this rank has begun and ended, of those that Python moves."""
 
-    def __init__(self) -> None:
-        self.started = 0
-        self._ended = 0
+    def __init__(self, before: int) -> None:
+        self.started = before
+        self._ended = before
         self._row: Callable[[], Row | None] = lambda: None
 
     def begin(self, terms: Terms) -> int:
@@ -40,8 +42,12 @@ class CallCount:
     def end(self) -> None:
         self._ended += 1
 
+    @property
+    def is_waiting(self) -> bool:
+        return self.started > self._ended
+
     def position(self) -> Position:
-        return {"begun": self.started, "waiting": self.started > self._ended, "call": self._row()}
+        return {"begun": self.started, "waiting": self.is_waiting, "call": self._row()}
 
 
 class TransferCount:
@@ -82,13 +88,16 @@ class CallCounts:
 
     def __init__(self) -> None:
         self._counts: dict[Group, Count] = {}
+        # Transfers of the groups that were destroyed last. The others may use them a little longer, and the same group
+        # may be made again.
+        self._before: dict[Group, int] = {}
         self._making = threading.Lock()
 
     def of(self, group: Group) -> CallCount:
         """Return the count of the transfers of a group that Python moves."""
         with self._making:
             if group not in self._counts:
-                self._counts[group] = CallCount()
+                self._counts[group] = CallCount(self._before.pop(group, 0))
             return cast(CallCount, self._counts[group])
 
     def transfers_of(self, group: Group, device: str) -> TransferCount:
@@ -102,6 +111,25 @@ class CallCounts:
                 self._counts[transfers] = TransferCount(device)
             return cast(TransferCount, self._counts[transfers])
 
+    def started(self) -> dict[GroupId, int]:
+        """Return how many transfers have begun in each group, destroyed ones included. TensorFlow's are left out:
+        reading their number takes an eager operation.
+        """
+        with self._making:
+            started = {(group.name, group.ranks): number for group, number in self._before.items()}
+            for group, count in self._counts.items():
+                if isinstance(count, CallCount):
+                    started[group.name, group.ranks] = count.started
+        return started
+
+    def waiting(self) -> dict[GroupId, int]:
+        """Return the same of the groups in which this rank waits in a transfer."""
+        waiting = {}
+        for group, count in self.of_all():
+            if isinstance(count, CallCount) and count.is_waiting:
+                waiting[group.name, group.ranks] = count.started
+        return waiting
+
     def of_all(self) -> list[tuple[Group, Count]]:
         """Return the groups with their counts."""
         # A copy is returned, since other threads add groups meanwhile.
@@ -113,5 +141,10 @@ class CallCounts:
 
     def forget(self, name: str) -> None:
         """Drop the counts of a group, and of the groups made for its calls."""
-        for group in [group for group in self._counts if name in (group.name, group.parent)]:
-            del self._counts[group]
+        with self._making:
+            for group in [group for group in self._counts if name in (group.name, group.parent)]:
+                count = self._counts.pop(group)
+                if isinstance(count, CallCount):
+                    self._before[group] = count.started
+            while len(self._before) > _MOST_DESTROYED:
+                del self._before[next(iter(self._before))]

@@ -12,11 +12,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from npu_device._src import environment
-from npu_device._src.cluster.health import GroupId
 from npu_device._src.cluster.rank_errors import ClusterError
 from npu_device._src.cluster.time_limits import STALL_POLL_SECONDS, WHERE_SECONDS
 from npu_device._src.collectives.call import Row
-from npu_device._src.collectives.call_count import CallCount, Count, Position
+from npu_device._src.collectives.call_count import Count, Position
 from npu_device._src.collectives.engines.context import EngineContext
 from npu_device._src.collectives.group import Group
 from npu_device._src.wording import ranges
@@ -46,17 +45,8 @@ class StallWatch:
         self.warn_after = environment.NPU_DEVICE_STALL_WARNING.get()
         self.give_up_after = environment.NPU_DEVICE_STALL_TIMEOUT.get()
         context.health.on_question("where", self._answer)
-        context.health.count_transfers = self._started
+        context.health.count_transfers = self._counts.started
         threading.Thread(target=self._run, name="npu_device-stall", daemon=True).start()
-
-    def _started(self) -> dict[GroupId, int]:
-        # TensorFlow's counts are left out: reading one takes an eager operation.
-        counts = self._counts.of_all()
-        started = {}
-        for group, count in counts:
-            if isinstance(count, CallCount):
-                started[(group.name, group.ranks)] = count.started
-        return started
 
     def _position(self, group: Group) -> Position:
         count = self._counts.find(group)
@@ -76,7 +66,7 @@ class StallWatch:
             weakref.WeakKeyDictionary()
         )
         while not self._health.is_over:
-            self._health.look_for_missing()
+            self._health.look_for_missing(self._counts.waiting())
             for group, count in self._counts.of_all():
                 position = self._position(group)
                 started, began, warned = since.get(count, (-1, 0.0, False))
