@@ -283,7 +283,8 @@ def body_hosts(kind: str) -> Any:
     def load() -> Any:
         calls.append(1)
         rank = npu.distribute.rank() if kind == "different" else 0
-        return {"same": np.ones(3), "x": np.full([2, 2 + rank], rank)}
+        many = {place: np.full([2], rank) for place in range(20)}
+        return {"same": np.ones(3), "x": np.full([2, 2 + rank], rank), **many}
 
     problem = error_of(npu.distribute.load_once, load)
     return len(calls), problem
@@ -298,6 +299,7 @@ def test_hosts_are_compared(pool_with: Callable[..., Pool]) -> None:
         assert len(lines) == 2 and "same" not in problem.replace("the same files", "")
         assert "the result['x'] is int64 of shape (2, 2), checksum " in lines[0]
         assert "(2, 3), checksum " in lines[1] and "What to do: seed generators" in problem
+        assert problem.count("checksum") == 20 and lines[1].endswith("; 11 more")
 
 
 _ON_HOSTS = """
@@ -344,6 +346,9 @@ _SLOW = """
 import os, signal, time
 import npu_device as npu
 npu.open()
+if npu.distribute.rank() == 1:
+    time.sleep(2)
+npu.distribute.load_once(str)
 def load():
     print("loads", flush=True)
     time.sleep(1.5)
@@ -356,9 +361,10 @@ npu.distribute.load_once(load)
 def test_the_others_wait_until_the_loading_rank_ends(tmp_path: Path) -> None:
     before = set(Path("/dev/shm").iterdir())
     began = time.monotonic()
-    ended = job.run(
-        tmp_path, 3, _SLOW, **time_limits(LOAD_NOTICE_SECONDS=0.4, LOAD_CHECK_SECONDS=0.2)
-    )
+    limits = time_limits(LOAD_NOTICE_SECONDS=0.4, LOAD_CHECK_SECONDS=0.2)
+    ended = job.run(tmp_path, 3, _SLOW, NPU_DEVICE_STALL_WARNING="1", **limits)
+    # Rank 1 was late at the first call.
+    assert "rank 0 has waited 1 s in group 'hccl_world_group'" in ended[0].output
     assert ended[0].code == -signal.SIGKILL and ended[1].code == ended[2].code == 1
     assert "have waited 1 s for the function on rank 0" in ended[1].output
     assert "have waited" not in ended[2].output

@@ -17,12 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from npu_device._src import compat
 from npu_device._src.cluster.rank_errors import ClusterError, PeerError
-from npu_device._src.cluster.time_limits import (
-    LATEST_ANSWER_SECONDS,
-    LOAD_CHECK_SECONDS,
-    LOAD_NOTICE_SECONDS,
-)
+from npu_device._src.cluster.time_limits import LOAD_CHECK_SECONDS, LOAD_NOTICE_SECONDS
 from npu_device._src.collectives.engine_text import say
 from npu_device._src.collectives.engines.host.sharing import Offer
 from npu_device._src.training.opening.current_world import world_unless_child
@@ -40,11 +37,12 @@ from npu_device._src.world.shared_arrays import (
 from npu_device._src.world.world import World
 
 _log = logging.getLogger("npu_device")
+_SHOWN = 10  # arrays of a host, in the error for different ones
 _UNITS = ("B", "kB", "MB", "GB")
 
 Notes = dict[int, dict[str, Any]]
 """By its loading rank, where the result of a host lies: ``address`` of the memory, ``packed_bytes`` behind the arrays,
-``array_bytes``, and ``descriptions`` of the arrays. Or the ``error`` of the function.
+``array_bytes``, and a ``digest`` of the arrays. Or the ``error`` of the function.
 """
 
 
@@ -99,7 +97,8 @@ def load(world: World, function: Callable, *arguments: Any, quiet: bool = False)
         load_call.require_equal(notes)
         result = load_call.received(notes)
         # The memory has no name any more once all ranks have mapped it.
-        load_call.control.gather(load_call.key, None, LATEST_ANSWER_SECONDS)
+        with compat.eager_mode():
+            world.wait()
     finally:
         load_call.withdraw()
     load_call.delete_note()
@@ -122,6 +121,7 @@ class _LoadCall:
         self._offer: Offer | None = None
         # The result without its arrays, and where they lie; on the loading rank.
         self._loaded: tuple[Any, list[Place]]
+        self._descriptions: list[str] = []  # of its arrays, for the other hosts
 
     def publish(self, function: Callable, arguments: tuple) -> None:
         """Run the function, and tell the others where its result is, or its error."""
@@ -158,20 +158,20 @@ class _LoadCall:
         trusted = self.world.job.cluster.trusted
         content = packed((skeleton, [tuple(place) for place in places]), trusted)
         self._offer, address = published(arrays, places, content)
-        descriptions = []
         # Checksums are computed for several hosts only, since that of a GiB takes a second.
         if len(self.loading_ranks) > 1:
             memory = memoryview(mapped(address))
             for name, array, place in zip(names, arrays, places):
                 checksum = zlib.crc32(memory[place.offset :][: array.nbytes])
-                descriptions.append(
+                self._descriptions.append(
                     f"{name} is {array.dtype} of shape {array.shape}, checksum {checksum:08x}"
                 )
         return {
             "address": address,
             "packed_bytes": len(content),
             "array_bytes": sum(array.nbytes for array in arrays),
-            "descriptions": descriptions,
+            # The descriptions themselves may be larger than what the hub takes.
+            "digest": zlib.crc32("\n".join(self._descriptions).encode()),
         }
 
     def notes(self) -> Notes:
@@ -213,16 +213,18 @@ class _LoadCall:
 
     def require_equal(self, notes: Notes) -> None:
         """Raise on every rank if the hosts have loaded different arrays."""
-        by_rank = {rank: note["descriptions"] for rank, note in notes.items()}
-        lists = list(by_rank.values())
-        if lists.count(lists[0]) == len(lists):
+        if len({note["digest"] for note in notes.values()}) == 1:
             return
+        by_rank = self.world.objects(self._descriptions, "load_once")
         # What not all hosts have.
-        common = set(lists[0]).intersection(*lists)
+        common = set.intersection(*(set(by_rank[rank]) for rank in notes))
         texts = {}
-        for rank, descriptions in by_rank.items():
-            differing = [text for text in descriptions if text not in common]
-            texts[rank] = "; ".join(differing) or "no such array"
+        for rank in notes:
+            differing = [text for text in by_rank[rank] if text not in common]
+            shown = differing[:_SHOWN]
+            if len(differing) > _SHOWN:
+                shown.append(f"{len(differing) - _SHOWN} more")
+            texts[rank] = "; ".join(shown) or "no such array"
         lines = "\n".join(self.world.job.cluster.lines(texts))
         raise ClusterError(
             f"load_once: the hosts have loaded different arrays:\n{lines}\n"
