@@ -47,17 +47,27 @@ def show(scale):
     print([(isinstance(one, Sum), one.value, writeable) for one, writeable in results])
 """
 HOROVOD = """
+import atexit, threading
 from npu_device import horovod
+
+def write(name):
+    with open(name, "w") as file:
+        file.write("whole")
 
 def place(base, step):
     import npu_device.horovod.tensorflow as hvd
     hvd.init()
+    hvd.allreduce(1.0)
+    threading.Timer(0.5, write, [f"thread{hvd.rank()}"]).start()
+    atexit.register(write, f"exit{hvd.rank()}")
     print("a bar", end="\\rits end\\n")
     names = "RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE"
     return base + step * hvd.rank(), os.environ["COLOUR"], [os.environ[f"HOROVOD_{name}"] for name in names]
 
 os.environ["COLOUR"] = "blue"
+os.environ["HOROVOD_TIMELINE"] = "timeline"
 print(horovod.run(place, (10,), {"step": 5}, np=2))
+del os.environ["HOROVOD_TIMELINE"]
 """
 FAIL = """
 class BadLabel(ValueError):
@@ -164,6 +174,9 @@ def test_cells_run_on_ranks(kernel: Kernel, tmp_path: Path) -> None:
         (10 + 5 * rank, "blue", [str(rank), "2", str(rank), "2", "0", "1"]) for rank in range(2)
     ]
     assert printed.endswith(f"{placed}\n") and "[1] its end\n" in printed and not error
+    # What has outlived the function is there when the call returns.
+    late = {f"{kind}{rank}" for kind in ("thread", "exit") for rank in range(2)}
+    assert {*late, "timeline", "timeline.trace"} <= {*os.listdir(tmp_path)}
     shown, error = kernel.run(FAIL)
     assert error == "BadLabel: a bad label"
     assert re.search(
@@ -185,6 +198,9 @@ def test_cells_run_on_ranks(kernel: Kernel, tmp_path: Path) -> None:
     assert error.startswith("KeyboardInterrupt")
     assert not Path("/proc", (tmp_path / "begun").read_text()).exists()
     assert "[(True, 36.0, False), (True, 36.0, False)]" in kernel.run("show(3.0)")[0]
+    # No call has left files.
+    left = "from npu_device._src.pools import forked; print(os.listdir(forked._directory().name))"
+    assert kernel.run(left)[0] == "[]\n"
 
 
 def body_inside_a_job() -> Any:

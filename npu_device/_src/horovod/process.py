@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import functools
-import json
 import logging
-import shutil
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
@@ -17,7 +12,7 @@ import tensorflow as tf
 from npu_device._src import compat, environment
 from npu_device._src.horovod import modules
 from npu_device._src.horovod.shared_arguments import described
-from npu_device._src.report.report_files import PERFETTO
+from npu_device._src.report.timeline import ask_for_timeline
 from npu_device._src.training.distribute import ranks
 from npu_device._src.training.opening import device
 
@@ -42,9 +37,8 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         raise NotImplementedError(
             "process sets aren't supported.\nWhat to do: make groups with hccl.manage.api."
         )
-    is_first = device.handle() is None
-    if is_first:
-        _ask_for_timeline()
+    if device.handle() is None:
+        ask_for_timeline()
     device.open()
     # A communicator of mpi4py has this method; other callers give a list of ranks.
     if hasattr(comm, "Get_size"):
@@ -56,27 +50,9 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
             f"rank {ranks.rank()}: hvd.init was given {wanted} of the {ranks.size()} ranks of this job.\n"
             "What to do: call hvd.init() without comm, and start as many ranks as are to train."
         )
-    _is_initialized = True
-    if is_first and ranks.rank() == 0:
+    if ranks.rank() == 0 and not _is_initialized:
         _log_differences()
-
-
-def _ask_for_timeline() -> None:
-    file = environment.HOROVOD_TIMELINE.get()
-    # A trace that the user has asked for otherwise stays as it is.
-    if file is not None and environment.PROFILING_MODE.get() != "true":
-        environment.PROFILING_MODE.set("true")
-        folder = Path(f"{file}.trace").resolve()
-        # The path is absolute, since the script may change its folder before the end.
-        environment.PROFILING_OPTIONS.set(json.dumps({"output": str(folder)}))
-        # The copy runs after the trace's own end, which is registered later.
-        atexit.register(_copy, folder / PERFETTO, Path(file).resolve())
-
-
-def _copy(written: Path, file: Path) -> None:
-    # There is no file on other ranks than 0, or if nothing was traced.
-    with contextlib.suppress(OSError):
-        shutil.copyfile(written, file)
+    _is_initialized = True
 
 
 def _log_differences() -> None:

@@ -45,9 +45,15 @@ def _directory() -> tempfile.TemporaryDirectory[str]:
 
 
 class ForkedProcess:
-    """One script in a process of its own, with the part of ``subprocess.Popen`` that tests need."""
+    """One script in a process of its own, with the part of ``subprocess.Popen`` that tests need.
 
-    def __init__(self, arguments: list[str], environment: dict[str, str]) -> None:
+    Args:
+        temporary: the folder for its temporary files; default: one that is removed when this process ends.
+    """
+
+    def __init__(
+        self, arguments: list[str], environment: dict[str, str], temporary: str | None = None
+    ) -> None:
         number = next(_numbers)
         self._output = Path(_directory().name) / f"{number}.log"
         self._status = Path(_directory().name) / f"{number}.status"
@@ -55,7 +61,7 @@ class ForkedProcess:
         order = {
             "arguments": arguments,
             # Ranks that are killed leave temporary files, which are removed with this folder.
-            "environment": {**environment, "TMPDIR": _directory().name},
+            "environment": {**environment, "TMPDIR": temporary or _directory().name},
             "directory": os.getcwd(),
             "path": [os.path.abspath(path) for path in sys.path],
             "output": str(self._output),
@@ -102,6 +108,11 @@ class ForkedProcess:
             return ""
         return self._output.read_text(errors="replace")
 
+    def remove_files(self) -> None:
+        """Remove the output of a process that has ended."""
+        self._output.unlink(missing_ok=True)
+        self._status.unlink(missing_ok=True)
+
     def poll(self) -> int | None:
         if self.returncode is None and self._server.poll() is not None:
             # The system has killed it with its server, which writes no more; what it has written counts.
@@ -139,9 +150,10 @@ def start_ranks(
     arguments: list[str],
     environment: dict[str, str],
     horovod: bool = False,
+    temporary: str | None = None,
 ) -> list[ForkedProcess]:
     """Start a script on the ranks of a job, with a rank table when there are several; ``horovod``: also with what
-    Horovod's launcher tells them.
+    Horovod's launcher tells them; ``temporary`` as in ``ForkedProcess``.
     """
     processes = []
     for rank in range(size):
@@ -150,7 +162,7 @@ def start_ranks(
             variables.update(table_environment(directory, size, rank))
         if horovod:
             variables.update(horovod_environment(rank, size, size))
-        processes.append(ForkedProcess(arguments, {**variables, **environment}))
+        processes.append(ForkedProcess(arguments, {**variables, **environment}, temporary))
     return processes
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import pickle
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from npu_device._src.cluster.time_limits import OUTPUT_SECONDS
+from npu_device._src.cluster.time_limits import OUTPUT_SECONDS, POOL_RELEASE_SECONDS
 from npu_device._src.collectives import job
 from npu_device._src.membership import parent_rank
 from npu_device._src.membership.rank_environment import environment_without_job
@@ -19,6 +21,8 @@ from npu_device._src.pools import by_value
 from npu_device._src.pools.answers import Answer, RankError
 from npu_device._src.pools.forked import ForkedProcess
 from npu_device._src.pools.pool import Pool
+
+_log = logging.getLogger("npu_device")
 
 
 def run(function: Callable, *arguments: Any, ranks: int = 2) -> list:
@@ -63,6 +67,9 @@ def call_on_ranks(
         finally:
             pool.close()
             output.finish()
+            # A kernel may make many calls.
+            for process in pool.processes:
+                process.remove_files()
     finally:
         offer.withdraw()
     errors = {rank: answer.value for rank, answer in answers.items() if not answer.succeeded}
@@ -99,8 +106,32 @@ def _require_no_job() -> None:
 class NotebookPool(Pool):
     """Ranks with the options and GPUs of this process."""
 
+    ends_as_scripts = True
+
     def _inherited(self) -> dict[str, str]:
         return environment_without_job()
+
+    def close(self) -> None:
+        """End the ranks. After an error, those that don't end by themselves are killed."""
+        self.hang_up()
+        try:
+            if self.has_returned:
+                self._wait_for_ends()
+        finally:
+            # An interrupt ends the wait, too.
+            super().close()
+
+    def _wait_for_ends(self) -> None:
+        for rank, process in enumerate(self.processes):
+            try:
+                process.wait(POOL_RELEASE_SECONDS)
+            except subprocess.TimeoutExpired:
+                _log.warning(
+                    "rank %d has returned, but its process hasn't ended: npu.run waits for its threads and for what "
+                    "is called at exit. Interrupt it to go on.",
+                    rank,
+                )
+                process.wait(math.inf)
 
 
 class _RankOutput:

@@ -45,9 +45,12 @@ class Pool:
 
     Attributes:
         has_horovod_variables: the ranks get the variables of Horovod's launcher, too.
+        ends_as_scripts: the ranks end as scripts do, with their threads and exit functions; otherwise, at once.
+        has_returned: the last call has returned on all ranks.
     """
 
     has_horovod_variables = False
+    ends_as_scripts = False
 
     def __init__(self, size: int, keras: str | None = None, **environment: str) -> None:
         self.size = size
@@ -65,6 +68,7 @@ class Pool:
         self._pids: list[int] = []
         self._connections: list[Connection] = []
         self._processes: list = []
+        self.has_returned = False
         try:
             _require_memory(size)
             with (
@@ -72,7 +76,7 @@ class Pool:
                 # The backlog has room for all ranks: none may be refused.
                 Listener(name, family="AF_UNIX", backlog=size) as listener,
             ):
-                arguments = [_WORKER, address, str(directory / "stacks")]
+                arguments = [_WORKER, address, str(directory / "stacks"), f"{self.ends_as_scripts}"]
                 self._processes = self._start(
                     arguments, {**self._inherited(), **common, **environment}
                 )
@@ -86,9 +90,12 @@ class Pool:
         return clean_environment()
 
     def _start(self, arguments: list[str], environment: dict[str, str]) -> list:
-        directory = Path(self._directory.name)
+        directory = self._directory.name
         horovod = self.has_horovod_variables
-        return [*start_ranks(directory, self.size, arguments, environment, horovod)]
+        # What the ranks leave there is removed with the pool.
+        return [
+            *start_ranks(Path(directory), self.size, arguments, environment, horovod, directory)
+        ]
 
     def _accept(self, listener: Listener) -> None:
         ranks: dict[int, tuple[Connection, int]] = {}
@@ -144,6 +151,7 @@ class Pool:
             self._receive(answers, limit, POOL_GRACE_SECONDS)
             if len(answers) < self.size:
                 self._release(answers, limit)
+            self.has_returned = all(answer.succeeded for answer in answers.values())
         except BaseException as error:
             # But for Ctrl-C, this is the error of a timer of the test, whose report shows where each rank was.
             if not isinstance(error, KeyboardInterrupt):
@@ -257,7 +265,9 @@ class Pool:
         """End the ranks; those that don't end by themselves are killed."""
         self.hang_up()
         end_all(self._processes, POOL_RELEASE_SECONDS)
-        self._directory.cleanup()
+        # A process that a rank has left may be writing there.
+        with contextlib.suppress(OSError):
+            self._directory.cleanup()
 
 
 def _shortened(stacks: str) -> str:

@@ -21,6 +21,7 @@ import tensorflow as tf
 from npu_device._src.collectives import job
 from npu_device._src.pools.answers import Answer
 from npu_device._src.pools.short_path import short_path
+from npu_device._src.report.timeline import ask_for_timeline
 from npu_device._src.training.opening import device
 
 
@@ -149,10 +150,14 @@ def answer_this_and_more(answer: Answer) -> None:
 
 def main() -> None:
     global _calls
-    address, stacks = sys.argv[1:]
+    address, stacks, ends_as_script = sys.argv[1:]
     with short_path(address) as name:
         _calls = Client(name, family="AF_UNIX")
     with _calls:
+        is_script = ends_as_script == "True"
+        if is_script:
+            # The copy of the trace is made at exit.
+            ask_for_timeline()
         handle = device.open().as_default()
         with open(f"{stacks}{handle.worker_id}", "w") as file:
             # A pool asks by this signal where a rank is that doesn't answer.
@@ -166,10 +171,12 @@ def main() -> None:
             ):
                 # The others may be waiting for this rank.
                 job.abandon(_error)
+            if is_script:
+                return
             device.close()
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()
-            # Python would take seconds to free all graphs. How a rank ends is tested by jobs, not by pools.
+            # Python would take seconds to free all graphs. How a rank ends is tested by jobs, not by pools of tests.
             os._exit(0)
 
 
