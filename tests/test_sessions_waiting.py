@@ -14,7 +14,9 @@ from pool import Pool
 from ranks import table_environment
 
 import npu_device as npu
+from npu_bridge.hccl import hccl_ops
 from npu_device._src.collectives.sessions import call_python
+from npu_device._src.tf1.distributed_optimizer import NPUDistributedOptimizer
 
 # Every rank has its own limit, so that one gives up while the others go on waiting.
 WAITING = """
@@ -103,14 +105,23 @@ def graphs_that_go() -> list[bool]:
         def __call__(self, value: Any) -> list[Any]:
             return [value + value, self][:1]  # value + 1 would be a double in NumPy 1
 
+    size = npu.distribute.size()
     alive: list[Any] = []
     for _ in range(3):
         held = Held()
         with tf.Graph().as_default() as graph, tf.compat.v1.Session() as session:
             [one] = call_python(held, [tf.constant(1.0)], [tf.TensorSpec([], tf.float32)])
             assert session.run(one) == 2.0
+            weight = tf.compat.v1.get_variable("weight", initializer=1.0)
+            shared = npu.distribute.all_reduce(weight, "sum")
+            optimizer = tf.compat.v1.train.GradientDescentOptimizer(0.5)
+            train = NPUDistributedOptimizer(optimizer).minimize(shared)
+            session.run(tf.compat.v1.global_variables_initializer())
+            others = hccl_ops.broadcast([shared], 0), hccl_ops.allgather(shared * [1.0], size)
+            session.run([train, others])
+            assert session.run(weight) == 1 - 0.5 * size
         alive += [weakref.ref(graph), weakref.ref(held)]
-        del held, graph, session, one
+        del held, graph, session, one, weight, shared, optimizer, train, others
         gc.collect()
     return [reference() is not None for reference in alive]
 

@@ -29,6 +29,7 @@ from npu_device._src.cluster.time_limits import QUEUE_CHECK_SECONDS
 from npu_device._src.collectives.call import Call, MismatchError, Row
 from npu_device._src.collectives.calling_threads import calling_thread
 from npu_device._src.collectives.dtypes import Tensors
+from npu_device._src.collectives.graph import differentiable
 from npu_device._src.collectives.group import Group
 
 _SENT_AT_ONCE = 64
@@ -89,11 +90,8 @@ class SessionCollectives:
         def in_order(*arrays: np.ndarray) -> list[np.ndarray]:
             return queue.run(number, collective.call, arrays, collective.run)
 
-        @tf.custom_gradient
-        def differentiable(*tensors: tf.Tensor) -> tuple[list[tf.Tensor], Any]:
-            return call_python(in_order, tensors, collective.specs), collective.gradient
-
-        return tf.nest.flatten(differentiable(*collective.inputs))
+        results = call_python(in_order, collective.inputs, collective.specs)
+        return differentiable(results, collective.gradient, collective.inputs)
 
     def forget(self, name: str) -> None:
         """End the queue of a group that is destroyed, and those of groups made for its calls."""
