@@ -121,11 +121,23 @@ def body_layers() -> None:
             variable.assign(value)
         for found, expected in zip(call(), right):
             np.testing.assert_allclose(found, expected)
+    given = DynamicRNN(HIDDEN, tf.float64)(X, [3, 2], H0, C0, weight=W, bias=B)
+    np.testing.assert_allclose(given[0], lstm([3, 2], 0.0)[0])
     with tf.Graph().as_default(), tf.compat.v1.Session() as session:
-        layer = DynamicRNN(hidden_size=HIDDEN, dtype=tf.float32, time_major=True)
-        loss = tf.reduce_mean(tf.square(layer(X.astype(np.float32))[0] - 0.3))
+        x = tf.compat.v1.placeholder_with_default(X.astype(np.float32), [STEPS, None, INPUT])
+        outputs = []
+        for reuse in (False, True):
+            with tf.compat.v1.variable_scope("model", reuse=reuse):
+                for _ in range(2):
+                    layer = DynamicRNN(hidden_size=HIDDEN, dtype=tf.float32, time_major=True)
+                    outputs.append(layer(x)[0])
+        assert len(tf.compat.v1.trainable_variables()) == 4 and outputs[0].shape[0] == STEPS
+        loss = tf.reduce_mean(tf.square(outputs[0] - 0.3))
         train = tf.compat.v1.train.GradientDescentOptimizer(0.5).minimize(loss)
         session.run(tf.compat.v1.global_variables_initializer())
+        first, second, *again = session.run(outputs)
+        np.testing.assert_array_equal([first, second], again)
+        assert not np.array_equal(first, second)
         before = session.run(loss)
         for _ in range(10):
             session.run(train)

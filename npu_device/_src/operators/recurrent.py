@@ -10,6 +10,7 @@ leaves the state as it was.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -326,7 +327,7 @@ def _over_time(
     """Run a cell, which returns new states and five gates, over sequences; return outputs, states and gates by step."""
 
     def step(previous: Tensors, step_inputs: Tensors) -> Tensors:
-        is_running, *cell_inputs = step_inputs
+        *cell_inputs, is_running = step_inputs
         old_states = previous[1 : len(states) + 1]
         outcomes = cell(*cell_inputs, *old_states)
         # A sequence that has ended keeps its states; its outputs are 0.
@@ -345,7 +346,8 @@ def _over_time(
     zeros = tf.zeros_like(states[0])
     # Output and gates of the previous step aren't used: they only have to have the shape.
     initial = (zeros, *states, *[zeros] * 5)
-    return tuple(tf.scan(step, (mask, *inputs), initial))
+    # TensorFlow takes the number of steps from the first tensor; that of the mask isn't known before it runs.
+    return tuple(tf.scan(step, (*inputs, mask), initial))
 
 
 def _initial_state(x: tf.Tensor, state: Any, hidden: Any) -> tf.Tensor:
@@ -353,6 +355,10 @@ def _initial_state(x: tf.Tensor, state: Any, hidden: Any) -> tf.Tensor:
     if state is None:
         return tf.zeros(shape, x.dtype)
     return tf.reshape(state, shape)
+
+
+def _in_session() -> bool:
+    return not tf.compat.v1.executing_eagerly_outside_functions()
 
 
 class _Recurrent(tf.Module):
@@ -369,7 +375,12 @@ class _Recurrent(tf.Module):
         x = tf.convert_to_tensor(x, self._dtype)
         # The input's size is known at the first call.
         if not self._built:
-            self._build(int(x.shape[-1]))
+            scope: Any = contextlib.nullcontext()
+            if _in_session():
+                # A scope that is entered again with ``reuse`` has the layer in it again, with the same weights.
+                scope = tf.compat.v1.variable_scope(None, self.name)
+            with scope:
+                self._build(int(x.shape[-1]))
             self._built = True
         return self._call(x, *arguments, **keywords)
 
@@ -382,15 +393,18 @@ class _Recurrent(tf.Module):
     def _weights(self, name: str, rows: int, gates: int) -> tf.Variable:
         """Return uniformly random weights, with the limit of recurrent layers in torch and cuDNN."""
         limit = 1 / math.sqrt(self._hidden_size)
-        # A function that draws the initial values runs outside of the graph only as a callable.
-        shape = [rows, gates * self._hidden_size]
-        draw = functools.partial(tf.random.uniform, shape, -limit, limit, self._dtype)
-        return tf.Variable(draw, name=f"{self.name}/{name}")
+        draw = functools.partial(tf.random.uniform, minval=-limit, maxval=limit)
+        return self._variable(name, [rows, gates * self._hidden_size], draw)
 
     def _bias(self, name: str, gates: int) -> tf.Variable:
-        shape = [gates * self._hidden_size]
-        zeros = functools.partial(tf.zeros, shape, self._dtype)
-        return tf.Variable(zeros, name=f"{self.name}/{name}")
+        return self._variable(name, [gates * self._hidden_size], tf.zeros)
+
+    def _variable(self, name: str, shape: list[int], initial: Callable) -> tf.Variable:
+        if _in_session():
+            return tf.compat.v1.get_variable(name, shape, self._dtype, initial)
+        # A function that draws the initial values runs outside of the graph only as a callable.
+        value = functools.partial(initial, shape, dtype=self._dtype)
+        return tf.Variable(value, name=f"{self.name}/{name}")
 
 
 class DynamicRNN(_Recurrent):
@@ -403,8 +417,8 @@ class DynamicRNN(_Recurrent):
         is_training: without effect.
         attributes: as in ``dynamic_rnn``.
 
-    Called with ``x`` (``[time, batch, input]``), ``seq_length``, ``init_h`` and ``init_c``, it gives
-    ``y, output_h, output_c, i, j, f, o, tanhc``, see ``dynamic_rnn``.
+    Called with ``x`` (``[time, batch, input]``), ``seq_length``, ``init_h``, ``init_c``, and ``weight`` and ``bias`` to
+    use instead of its own, it gives ``y, output_h, output_c, i, j, f, o, tanhc``, see ``dynamic_rnn``.
 
     Raises:
         NotImplementedError: an attribute has a value that isn't implemented.
@@ -428,10 +442,20 @@ class DynamicRNN(_Recurrent):
         self._b = self._bias("b", 4)
 
     def _call(
-        self, x: tf.Tensor, seq_length: Any = None, init_h: Any = None, init_c: Any = None
+        self,
+        x: tf.Tensor,
+        seq_length: Any = None,
+        init_h: Any = None,
+        init_c: Any = None,
+        weight: Any = None,
+        bias: Any = None,
     ) -> Tensors:
+        if weight is None:
+            weight = self._w
+        if bias is None:
+            bias = self._b
         return dynamic_rnn(
-            x, self._w, self._b, seq_length, init_h, init_c, forget_bias=self._forget_bias
+            x, weight, bias, seq_length, init_h, init_c, forget_bias=self._forget_bias
         )
 
 
