@@ -20,6 +20,7 @@ from pool import Pool
 from rank_comparison import same_bits
 from ranks import free_port
 
+from npu_device._src.check.rank import _facts
 from npu_device._src.cluster import handshake
 from npu_device._src.machine.free_memory import free_memory, usable_memory
 from npu_device._src.testing.hosts import address, can_be_made, hosts, on_host
@@ -493,6 +494,8 @@ def test_free_memory_is_what_the_smallest_group_leaves(tmp_path: Path) -> None:
     write("sys/fs/cgroup/job/task/memory.max", "max")
     assert free_memory(tmp_path) == 3_500_000
     assert usable_memory(tmp_path) == 4_096_000
+    facts = _facts(None, tmp_path)
+    assert (facts.free, facts.memory) == (3_500_000, 4_096_000), "npurun check tells what a container has"
     write("proc/self/cgroup", "4:memory:/\n")
     for name, number in (("limit", 3_000_000), ("usage", 2_000_000)):
         write(f"sys/fs/cgroup/memory/memory.{name}_in_bytes", str(number))

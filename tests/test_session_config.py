@@ -15,6 +15,7 @@ from typing import Any
 import job
 import pytest
 import tensorflow as tf
+from pool import Pool
 from ranks import free_port
 
 from npu_device._src import compat
@@ -428,3 +429,14 @@ def test_profiler_writes_a_profile_and_is_not_nested(tmp_path: Path) -> None:
         with pytest.raises(RuntimeError, match="another profile is being taken"), Profiler():
             pass
     assert list(tmp_path.glob("outer/**/*.xplane.pb"))
+
+
+def profile(path: str) -> None:
+    with Profiler(output_path=path):
+        tf.constant(1.0) + 1
+
+
+def test_each_rank_writes_a_profile_of_its_own(two_ranks: Pool, tmp_path: Path) -> None:
+    two_ranks.run(profile, str(tmp_path))
+    for rank in (0, 1):
+        assert list(tmp_path.glob(f"rank{rank}/**/*.xplane.pb"))

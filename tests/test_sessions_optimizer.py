@@ -238,11 +238,11 @@ def hooks_that_report() -> Any:
         train = opt.minimize(loss, global_step=step)
         chosen = [
             all_hooks.NPUBroadcastGlobalVariablesHook(1 % npu.distribute.size()),
-            all_hooks.NPUOutputTensorHook([loss], output_fn=by_name.extend),
+            all_hooks.NPUOutputTensorHook([loss, "loss"], output_fn=by_name.extend),
             all_hooks.NPUOutputTensorHook(
-                {"loss": loss}, None, by_key.append, output_every_n_steps=2
+                {"loss": loss, "name": "loss"}, None, by_key.append, output_every_n_steps=2
             ),
-            all_hooks.NPUOutputTensorHook([loss]),
+            all_hooks.NPUOutputTensorHook(None),
             all_hooks.TellMeStepOrLossHook(step, total_step=3, loss=loss, final_loss=0.5),
             v1.train.StopAtStepHook(last_step=3),
         ]
@@ -260,8 +260,11 @@ def test_hooks_that_report(ranks: Pool) -> None:
     first = float(ranks.size > 1)
     losses = [first, first / 4, first / 16]
     for by_name, by_key, texts in ranks.run(hooks_that_report):
-        assert [one["loss:0"] for one in by_name] == losses
-        assert [[one["loss"] for one in several] for several in by_key] == [losses[:2], losses[2:]]
+        for key in ("loss:0", "loss"):
+            assert [one[key] for one in by_name] == losses
+        for key in ("loss", "name"):
+            found = [[one[key] for one in several] for several in by_key]
+            assert found == [losses[:2], losses[2:]]
         assert texts == [texts[0], 3, losses[2], 0.5] and texts[0] in (2, 3)
 
 

@@ -38,8 +38,8 @@ class Facts:
     layout: list[list]  # the cores that the process may use, each as the attributes of a Core
     share: int  # hardware threads of those cores that are for this rank
     quota: float | None  # CPUs whose time the process gets, None for all
-    memory: int  # bytes of the machine
-    free: int  # bytes of memory that the machine has free
+    memory: int  # bytes of the machine or container
+    free: int  # bytes of memory that it has free
     # Seconds by which the clock of the host is ahead of that of rank 0; None if unknown.
     clock: float | None
 

@@ -30,6 +30,7 @@ from npu_device._src.collectives.engine_text import explained, open_ports
 from npu_device._src.collectives.group import WORLD_GROUP, Group
 from npu_device._src.collectives.job import Job
 from npu_device._src.collectives.ops import all_reduce
+from npu_device._src.machine.free_memory import free_memory, usable_memory
 from npu_device._src.machine.topology import read_machine
 from npu_device._src.membership.interfaces import interface_of, speed_of
 from npu_device._src.trace.trace import measure_clock
@@ -147,7 +148,7 @@ def _slowest(times_of_ranks: Iterable[list[float] | None]) -> list[float]:
     return list(map(max, zip(*measured)))
 
 
-def _facts(job: Job | None) -> Facts:
+def _facts(job: Job | None, root: Path = Path("/")) -> Facts:
     """Collect the facts of this rank. Every rank of a job calls this, since the clocks are compared."""
     # npurun gives a single rank this name of a host.
     host = "node0"
@@ -170,8 +171,6 @@ def _facts(job: Job | None) -> Facts:
     bits = None
     if interface:
         bits = speed_of(interface)
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    memory = dict(line.split(":") for line in lines)
     return Facts(
         host=host,
         machine=socket.gethostname(),
@@ -183,8 +182,8 @@ def _facts(job: Job | None) -> Facts:
         share=share,
         layout=[list(astuple(core)) for core in machine.cores],
         quota=quota,
-        memory=1024 * int(memory["MemTotal"].split()[0]),
-        free=1024 * int(memory["MemAvailable"].split()[0]),
+        memory=usable_memory(root),
+        free=free_memory(root) or 0,
         clock=ahead,
     )
 

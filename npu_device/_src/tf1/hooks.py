@@ -131,7 +131,8 @@ class NPUOutputTensorHook(tf.compat.v1.train.SessionRunHook):
     """Collects the values of tensors, and passes them to a function.
 
     Args:
-        tensors: a dict of names and tensors, or a list of tensors, whose own names are used.
+        tensors: a dict of names and tensors, or a list of tensors, whose own names are used; also names of tensors or
+            operations instead of tensors.
         dependencies: without effect.
         output_fn: called with a list of dicts, one per step; None (default) collects nothing.
         output_every_n_steps: number of steps between calls; 0 (default) calls it at the end only.
@@ -147,9 +148,13 @@ class NPUOutputTensorHook(tf.compat.v1.train.SessionRunHook):
         output_every_n_steps: int = 0,
     ) -> None:
         if not isinstance(tensors, dict):
-            tensors = {tensor.name: tensor for tensor in tensors}
+            tensors = {getattr(tensor, "name", tensor): tensor for tensor in tensors or ()}
         # A copy, as the script may change its own.
         self._tensors = dict(tensors)
+        for key, tensor in self._tensors.items():
+            # The name of an operation alone would give None.
+            if isinstance(tensor, str) and ":" not in tensor:
+                self._tensors[key] = f"{tensor}:0"
         self._output_fn = output_fn
         self._output_every_n_steps = output_every_n_steps
         self._collected: list[dict[str, Any]] = []

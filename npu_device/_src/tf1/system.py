@@ -4,6 +4,7 @@ runs a graph. There is no such compiler here: those calls check what they can, a
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import tensorflow as tf
@@ -206,7 +207,7 @@ class Profiler:
 
     Args:
         level, aic_metrics: without effect; they concern the counters of the NPU.
-        output_path: directory for the profile.
+        output_path: directory for the profile; with several ranks, its folder ``rank0``, ``rank1`` and so on.
 
     Raises:
         RuntimeError: on entry, when another profile is being taken.
@@ -220,8 +221,13 @@ class Profiler:
         self._output_path = output_path
 
     def __enter__(self) -> Profiler:
+        path = self._output_path
+        cluster = device.cluster_or_parent()
+        if cluster is not None and cluster.world_size > 1:
+            # TensorFlow names the file after the host and the second, in which all ranks of a host may write one.
+            path = os.path.join(path, f"rank{cluster.rank}")
         try:
-            tf.profiler.experimental.start(self._output_path)
+            tf.profiler.experimental.start(path)
         except tf.errors.AlreadyExistsError:
             # TensorFlow takes one profile at a time.
             raise RuntimeError(
