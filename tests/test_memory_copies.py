@@ -495,7 +495,9 @@ def test_free_memory_is_what_the_smallest_group_leaves(tmp_path: Path) -> None:
     assert free_memory(tmp_path) == 3_500_000
     assert usable_memory(tmp_path) == 4_096_000
     facts = _facts(None, tmp_path)
-    assert (facts.free, facts.memory) == (3_500_000, 4_096_000), "npurun check tells what a container has"
+    assert (facts.free, facts.memory) == (3_500_000, 4_096_000), (
+        "npurun check tells what a container has"
+    )
     write("proc/self/cgroup", "4:memory:/\n")
     for name, number in (("limit", 3_000_000), ("usage", 2_000_000)):
         write(f"sys/fs/cgroup/memory/memory.{name}_in_bytes", str(number))

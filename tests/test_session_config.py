@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import tempfile
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -359,8 +358,8 @@ def test_session_config_of_a_keras_model(tmp_path: Path) -> None:
     assert estimator.evaluate(columns, steps=1)["loss"] == pytest.approx(0.0, abs=1e-6)
 
 
-def body_train() -> float:
-    """Train from another variable on each rank; what is left of it."""
+def body_train(model_dir: str, steps: int) -> tuple[str, float]:
+    """Train from another variable on each rank; return the checkpoint before, and what is left of the variable."""
     rank = float(get_rank_id())
 
     def model_fn(features: Any, labels: Any, mode: str) -> Any:
@@ -371,11 +370,12 @@ def body_train() -> float:
             mode, loss=tf.reduce_sum(features * labels), train_op=train
         )
 
-    with tempfile.TemporaryDirectory() as directory:
-        estimator = NPUEstimator(model_fn=model_fn, config=NPURunConfig(model_dir=directory))
-        estimator.train(pairs, [], 2)
-        tf.compat.v1.summary.FileWriterCache.clear()
-        return float(estimator.get_variable_value("w"))
+    config = NPURunConfig(model_dir=model_dir, save_checkpoints_steps=1)
+    estimator = NPUEstimator(model_fn=model_fn, config=config)
+    before = Path(estimator.latest_checkpoint() or "none").name
+    estimator.train(pairs, [], steps)
+    tf.compat.v1.summary.FileWriterCache.clear()
+    return before, float(estimator.get_variable_value("w"))
 
 
 RANKS = f"""
@@ -386,7 +386,7 @@ import test_session_config
 
 before = os.environ["TF_CONFIG"]
 assert not npu_run_config_init().cluster_spec.as_dict()
-print("trained", test_session_config.body_train())
+print("trained", test_session_config.body_train("MODEL", 10))
 assert os.environ["TF_CONFIG"] == before
 """
 
@@ -395,16 +395,22 @@ assert os.environ["TF_CONFIG"] == before
 def test_ranks_begin_with_the_variables_of_rank_0_and_tf_config_starts_no_servers(
     tmp_path: Path,
 ) -> None:
+    # A job of one rank has begun, so that only rank 0 finds its checkpoint.
+    model = str(tmp_path / "model")
+    assert body_train(model, 1) == ("none", 6.0)
     workers = [f"127.0.0.1:{free_port()}" for _ in range(2)]
     tasks = [
         {"cluster": {"worker": workers}, "task": {"type": "worker", "index": rank}}
         for rank in range(2)
     ]
+    script = RANKS.replace("MODEL", model)
     for ended in job.finish(
-        job.start_each(tmp_path, RANKS, [{"TF_CONFIG": json.dumps(task)} for task in tasks])
+        job.start_each(tmp_path, script, [{"TF_CONFIG": json.dumps(task)} for task in tasks])
     ):
         assert ended.code == 0, ended.output
-        assert "trained 7.0" in ended.output
+        assert "trained ('model.ckpt-1', 16.0)" in ended.output
+    for folder in (model, f"{model}/rank1"):
+        assert tf.train.load_checkpoint(folder).get_tensor("w") == 16
 
 
 @has_estimators

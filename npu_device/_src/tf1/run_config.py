@@ -9,6 +9,7 @@ import ast
 import enum
 import inspect
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -258,6 +259,38 @@ def _check(settings: dict[str, Any]) -> None:
         )
 
 
+def _of_this_rank(model_dir: str | None, config: Any) -> tuple[str | None, Any]:
+    """Return the folder in which this rank writes checkpoints, and the configuration with it.
+
+    Two ranks can't write to one folder: TensorFlow gives the temporary files of both the same names. The newest
+    checkpoint of rank 0 is copied if it is newer than that of this rank, for instance after a job with fewer ranks.
+    """
+    shared = model_dir or config.model_dir
+    job = unless_child()
+    if shared is None or job is None or job.cluster.rank == 0:
+        return model_dir, config
+    name = f"rank{job.cluster.rank}"
+    if os.path.basename(shared) == name:
+        return model_dir, config
+    folder = os.path.join(shared, name)
+    newest = tf.train.latest_checkpoint(shared)
+    if newest is not None and _step_of(newest) > _step_of(tf.train.latest_checkpoint(folder)):
+        tf.io.gfile.makedirs(folder)
+        copied = os.path.join(folder, os.path.basename(newest))
+        for path in tf.io.gfile.glob(f"{newest}.*"):
+            tf.io.gfile.copy(path, os.path.join(folder, os.path.basename(path)), overwrite=True)
+        tf.compat.v1.train.update_checkpoint_state(folder, copied)
+    return folder, config.replace(model_dir=folder)
+
+
+def _step_of(checkpoint: str | None) -> int:
+    """Return the step in the name of a checkpoint; -1 without one."""
+    step = (checkpoint or "").rpartition("-")[2]
+    if not step.isdigit():
+        return -1
+    return int(step)
+
+
 class NPUEstimator(_Estimator):
     """An Estimator with an ``NPURunConfig``.
 
@@ -272,7 +305,8 @@ class NPUEstimator(_Estimator):
         ValueError: ``config`` is something else.
         NotImplementedError: this TensorFlow has no Estimator.
 
-    All ranks train for the same number of steps. Each writes its checkpoints to its own ``model_dir``.
+    All ranks train for the same number of steps. Rank 0 has its checkpoints in ``model_dir``, rank 1 in its folder
+    ``rank1``, and so on.
 
     Source: Ascend TF Adapter 1.x, ``npu_estimator.NPUEstimator``.
     """
@@ -289,6 +323,7 @@ class NPUEstimator(_Estimator):
         require_estimator("NPUEstimator")
         if not isinstance(config, NPURunConfig):
             raise ValueError(f"NPUEstimator takes an NPURunConfig as config; found {config!r}")
+        model_dir, config = _of_this_rank(model_dir, config)
         super().__init__(
             model_fn=model_fn,
             model_dir=model_dir,
@@ -361,6 +396,9 @@ def model_to_npu_estimator(
     Source: Ascend TF Adapter 1.x, ``keras_to_npu.model_to_npu_estimator``.
     """
     require_estimator("model_to_npu_estimator")
+    if isinstance(config, NPURunConfig):
+        # The first checkpoint is written here.
+        model_dir, config = _of_this_rank(model_dir, config)
     estimator = tf.compat.v1.keras.estimator.model_to_estimator(
         keras_model=keras_model,
         keras_model_path=keras_model_path,
