@@ -105,6 +105,7 @@ def test_one_group_of_two_threads_is_refused(
             "What to do: give each thread a group of its own (hccl.manage.api.create_group)"
             in first
         )
+        assert "same name on all ranks" in first
 
 
 def _start_in_other_order(kind: str, rank: int, run: Callable[[float], Any]) -> None:

@@ -235,9 +235,10 @@ def mismatch(
     if threads:
         lines.append(
             "Likely cause: two threads of a rank call collective operations of the same group, and their calls come in "
-            "a different order on each rank.\n"
+            "a different order on each rank; or a thread has the rank in its name.\n"
             "What to do: give each thread a group of its own (hccl.manage.api.create_group), or make all calls from "
-            "one thread. Threads that take turns in a group need names (threading.Thread(name=…))."
+            "one thread. Threads that take turns in a group need names (threading.Thread(name=…)). Give a thread the "
+            "same name on all ranks."
         )
     else:
         lines.append(

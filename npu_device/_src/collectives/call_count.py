@@ -27,9 +27,9 @@ _TRANSFER = {"collective": "a transfer of data", "line": "TensorFlow's backend"}
 class CallCount:
     """How many transfers of a group this rank has begun and ended, of those that Python moves."""
 
-    def __init__(self, before: int) -> None:
-        self.started = before
-        self._ended = before
+    def __init__(self, started: int) -> None:
+        self.started = started
+        self._ended = started
         self._row: Callable[[], Row | None] = lambda: None
 
     def begin(self, terms: Terms) -> int:
@@ -90,14 +90,14 @@ class CallCounts:
         self._counts: dict[Group, Count] = {}
         # Transfers of the groups that were destroyed last. The others may use them a little longer, and the same group
         # may be made again.
-        self._before: dict[Group, int] = {}
+        self._destroyed: dict[Group, int] = {}
         self._making = threading.Lock()
 
     def of(self, group: Group) -> CallCount:
         """Return the count of the transfers of a group that Python moves."""
         with self._making:
             if group not in self._counts:
-                self._counts[group] = CallCount(self._before.pop(group, 0))
+                self._counts[group] = CallCount(self._destroyed.pop(group, 0))
             return cast(CallCount, self._counts[group])
 
     def transfers_of(self, group: Group, device: str) -> TransferCount:
@@ -116,7 +116,9 @@ class CallCounts:
         reading their number takes an eager operation.
         """
         with self._making:
-            started = {(group.name, group.ranks): number for group, number in self._before.items()}
+            started = {
+                (group.name, group.ranks): number for group, number in self._destroyed.items()
+            }
             for group, count in self._counts.items():
                 if isinstance(count, CallCount):
                     started[group.name, group.ranks] = count.started
@@ -145,6 +147,6 @@ class CallCounts:
             for group in [group for group in self._counts if name in (group.name, group.parent)]:
                 count = self._counts.pop(group)
                 if isinstance(count, CallCount):
-                    self._before[group] = count.started
-            while len(self._before) > _MOST_DESTROYED:
-                del self._before[next(iter(self._before))]
+                    self._destroyed[group] = count.started
+            while len(self._destroyed) > _MOST_DESTROYED:
+                del self._destroyed[next(iter(self._destroyed))]

@@ -37,7 +37,7 @@ from npu_device._src.world.shared_arrays import (
 from npu_device._src.world.world import World
 
 _log = logging.getLogger("npu_device")
-_SHOWN = 10  # arrays of a host, in the error for different ones
+_MOST_LISTED = 10  # arrays of a host, in the error for different ones
 _UNITS = ("B", "kB", "MB", "GB")
 
 Notes = dict[int, dict[str, Any]]
@@ -221,10 +221,10 @@ class _LoadCall:
         texts = {}
         for rank in notes:
             differing = [text for text in by_rank[rank] if text not in common]
-            shown = differing[:_SHOWN]
-            if len(differing) > _SHOWN:
-                shown.append(f"{len(differing) - _SHOWN} more")
-            texts[rank] = "; ".join(shown) or "no such array"
+            listed = differing[:_MOST_LISTED]
+            if len(differing) > _MOST_LISTED:
+                listed.append(f"{len(differing) - _MOST_LISTED} more")
+            texts[rank] = "; ".join(listed) or "no such array"
         lines = "\n".join(self.world.job.cluster.lines(texts))
         raise ClusterError(
             f"load_once: the hosts have loaded different arrays:\n{lines}\n"
