@@ -162,6 +162,28 @@ def body_none_and_sparse() -> None:
         optimizer.apply_gradients(zip(gradients, variables))
         return [variable.numpy() for variable in variables]
 
+    def run_with_others(optimizer: Any, factor: float, graph: bool) -> list[Any]:
+        """Train with gradients that aren't tensors: a running sum, an array, and a variable of Keras."""
+        variables = [tf.Variable(tf.ones([3])) for _ in range(4)]
+        others = [tf.Variable(tf.ones([3])), np.ones(3, np.float32), tf.ones([3])]
+        others.append(getattr(tf.keras, "Variable", tf.Variable)(np.ones(3, np.float32)))
+        others[0].assign(others[0] * factor)
+
+        def step() -> None:
+            optimizer.apply_gradients(zip(others, variables))
+
+        (tf.function(step) if graph else step)()
+        return [variable.numpy() for variable in variables]
+
+    for graph in (False, True):
+        for is_divided in (False, True):
+            wrapped = wrap(tf.keras.optimizers.Adam(0.5), shard_optimizer=is_divided)
+            mean = (size + 1) / 2
+            same(
+                run_with_others(wrapped, rank + 1.0, graph),
+                run_with_others(tf.keras.optimizers.Adam(0.5), mean, graph),
+                TOLERANCE,
+            )
     everybody = [[0, other, other] if other else [0, 5] for other in range(size)]
     for kind in (tf.keras.optimizers.SGD, tf.keras.optimizers.Adagrad):
         same(

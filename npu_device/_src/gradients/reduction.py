@@ -115,6 +115,7 @@ def reduce_list(
     With ``owners``, the rank of the group to which each value belongs, a rank gets only its own results, and None for
     other tensors; see ``agreed_engine.has_owners``.
     """
+    tensors = list(map(_to_tensor, tensors))
     tracer = None
     # Only gradients are summed or averaged; a trace has no other reductions.
     if options.reduction in ("mean", "sum"):
@@ -153,6 +154,16 @@ def reduce_list(
         reduced = trace.recorded_with(reduced)
     job.part_or_new(ReducedTensors).add(reduced)
     return reduced
+
+
+def _to_tensor(gradient: Any) -> Gradient:
+    """Return as a tensor what optimizers take for a gradient, too: a variable that adds them up, an array of numpy."""
+    if gradient is None or isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    # The quick way for eager steps; a function captures an eager tensor below.
+    if isinstance(gradient, tf.Tensor) and tf.executing_eagerly():
+        return gradient
+    return tf.convert_to_tensor(gradient)
 
 
 class _CutList(NamedTuple):
