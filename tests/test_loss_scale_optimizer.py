@@ -189,6 +189,11 @@ def body_config(directory: str) -> list[str]:
         1000.0,
         False,
     )
+    for dynamic in (True, False):
+        weight, scaled = tf.Variable([1.0], dtype=tf.float16), tf.constant([2.0**15], tf.float16)
+        large = kind(sgd(1.0), dynamic, 2.0**17)  # infinite in float16
+        large.apply_gradients(zip(large.get_unscaled_gradients([scaled]), [weight]))
+        assert weight.numpy() == [0.75]
     model = tf.keras.Sequential([tf.keras.Input([2]), tf.keras.layers.Dense(1)])
     model.compile(
         optimizer=kind(tf.keras.optimizers.Adam(0.25), dynamic_growth_steps=7), loss="mse"
