@@ -27,12 +27,16 @@ pytestmark = pytest.mark.skipif(
 
 class _Server(HTTPServer):
     received: list[Any]
+    answers = True
 
 
 class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         assert isinstance(self.server, _Server)
+        if not self.server.answers:
+            self.wfile.write(b"no answer of HTTP\r\n")
+            return
         self.server.received.append((self.headers["Authorization"], body["trainerStatus"]))
         self.send_response(200)
         self.end_headers()
@@ -93,7 +97,12 @@ def body(texts: list[str], variables: dict[str, str]) -> list[str]:
         model.compile("sgd", "mse")
         npu.distribute.replicate(model)
         data = np.ones([4, 2], np.float32), np.ones([4, 1], np.float32)
-        model.fit(*data, epochs=30, verbose=0, callbacks=[npu.callbacks.KubeflowProgress()])
+        # As metrics with a number for each class do.
+        vector = tf.keras.callbacks.LambdaCallback(
+            on_epoch_end=lambda epoch, logs: logs.update(each=np.ones(3))
+        )
+        callbacks = [vector, npu.callbacks.KubeflowProgress()]
+        model.fit(*data, epochs=30, verbose=0, callbacks=callbacks)
     return texts
 
 
@@ -102,6 +111,10 @@ def test_progress(two_ranks: Pool, server: tuple[_Server, dict[str, str]]) -> No
     texts = two_ranks.run(body, {**variables, "KUBEFLOW_TRAINER_SERVER_TOKEN": "/no/such/file"})
     told, silent = [sum("was not reported to Kubeflow" in text for text in each) for each in texts]
     assert 2 <= told < 15 and silent == 0  # at most one each 5 s, and the last
+    found.answers = False
+    texts += two_ranks.run(body, variables)
+    assert any("was not reported to Kubeflow: no answer of HTTP" in text for text in texts[2])
+    found.answers = True
     assert found.received == []
     texts = two_ranks.run(body, variables)
     assert not any("Kubeflow" in text for each in texts for text in each)

@@ -8,9 +8,11 @@ import ssl
 import time
 import urllib.request
 from datetime import datetime, timezone
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from npu_device._src import environment
@@ -32,8 +34,14 @@ class KubeflowProgress(tf.keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Remember the time."""
         self._began = time.monotonic()
+        self._first_epoch: int | None = None
         # The last report counts as long ago, so that the first epoch is reported in any case.
         self._reported = -PROGRESS_PAUSE_SECONDS
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Remember the first epoch, which isn't 0 in a training that is resumed."""
+        if self._first_epoch is None:
+            self._first_epoch = epoch
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Report, unless the last report is less than 5 s old and more epochs follow."""
@@ -46,10 +54,13 @@ class KubeflowProgress(tf.keras.callbacks.Callback):
         if epochs_done < epochs and time_now - self._reported < PROGRESS_PAUSE_SECONDS:
             return
         self._reported = time_now
-        seconds = (time_now - self._began) / epochs_done * (epochs - epochs_done)
+        epochs_here = epochs_done - (self._first_epoch or 0)
+        seconds = (time_now - self._began) / epochs_here * (epochs - epochs_done)
         metrics = []
         for name, metric in (logs or {}).items():
-            metrics.append({"name": name, "value": f"{float(metric):g}"})
+            # Keras allows vectors, such as one number for each class.
+            if np.size(metric) == 1:
+                metrics.append({"name": name, "value": f"{np.asarray(metric).item():g}"})
         status = {
             "progressPercentage": 100 * epochs_done // epochs,
             "estimatedRemainingSeconds": round(seconds),
@@ -68,7 +79,7 @@ class KubeflowProgress(tf.keras.callbacks.Callback):
             context = ssl.create_default_context(cafile=authority_file)
             timeout = PROGRESS_REPORT_SECONDS
             urllib.request.urlopen(request, timeout=timeout, context=context).close()
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, HTTPException) as error:
             _log.warning(
                 "the progress of epoch %d was not reported to Kubeflow: %s", epochs_done, error
             )
