@@ -143,6 +143,10 @@ def test_what_the_script_no_longer_has_is_told(single: Pool, tmp_path: Path) -> 
     assert "a new JobCheckpoint handles SIGTERM from now on" in texts[0]
 
 
+def test_several_models_and_optimizers(keras_single: Pool, tmp_path: Path) -> None:
+    keras_single.run(bodies.body_several_optimizers, str(tmp_path))
+
+
 @pytest.mark.parametrize("several_ranks", [3], indirect=True)
 def test_a_checkpoint_restores_on_another_number_of_ranks(
     several_ranks: Pool, two_ranks: Pool, copied: Path

@@ -19,6 +19,7 @@ import pytest
 import tensorflow as tf
 from caught_messages import error_of, settings, warnings_of_package
 from fit_models import descend
+from rank_comparison import same_bits
 
 import npu_device as npu
 from npu_device._src import compat
@@ -184,6 +185,41 @@ def body_full_disk(directory: str) -> dict[str, Any]:
         "end": sorted(os.listdir(directory)),
         "again": saved_again,
     }
+
+
+def body_several_optimizers(directory: str) -> None:
+    """Go on to the same bits with two models, each with its optimizer, and with three optimizers of one model, of which
+    one has no step.
+    """
+
+    def train(place: str, models: int, end: int) -> list[np.ndarray]:
+        tf.keras.utils.set_random_seed(1)
+        layers = tf.keras.layers
+        things: dict[str, Any] = {}
+        for number in range(models):
+            hidden = [tf.keras.Input([3]), layers.Dense(4), layers.Dense(2)]
+            things[f"model{number}"] = tf.keras.Sequential(hidden)
+        parts = [model.trainable_variables for model in things.values()]
+        if models == 1:
+            [variables] = parts
+            # The second part first.
+            parts = [variables[2:], variables[:2]]
+        optimizers = [tf.keras.optimizers.Adam(0.1) for _ in range(3)]
+        things.update({f"optimizer{number}": each for number, each in enumerate(optimizers)})
+        checkpoint = npu.train.JobCheckpoint(place, preemption=False, **things)
+        step = checkpoint.restore()
+        while step < end:
+            step += 1
+            for optimizer, part in zip(optimizers, parts):
+                gradients = [tf.sin(step + tf.convert_to_tensor(variable)) for variable in part]
+                optimizer.apply_gradients(zip(gradients, part))
+        checkpoint.save(step)
+        return [np.array(variable) for part in parts for variable in part]
+
+    for models in (1, 2):
+        place = f"{directory}/{models}"
+        train(place, models, 2)
+        same_bits(train(place, models, 4), train(f"{place}/whole", models, 4))
 
 
 def body_fewer_things(directory: str) -> Any:

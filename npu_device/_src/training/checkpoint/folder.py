@@ -40,6 +40,16 @@ class CheckpointError(NpuDeviceError, OSError):
     """A checkpoint can't be written or read."""
 
 
+def require_local(directory: str | os.PathLike[str]) -> None:
+    # ``Path`` has made one slash of two.
+    if re.match(r"\w{2,}:/", os.fspath(directory)):
+        raise ValueError(
+            f"the directory of checkpoints must be on a file system; found the URL {str(directory)!r}.\n"
+            "What to do: mount it on the hosts (gcsfuse, NFS, a persistent volume), or use a disk of each host that "
+            "outlives the job."
+        )
+
+
 def name_of(step: int) -> str:
     return f"step-{step:08d}"
 

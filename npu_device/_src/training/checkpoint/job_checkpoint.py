@@ -93,6 +93,7 @@ class JobCheckpoint:
                 "memory_every must be None, for no copies in memory, or a number of steps of at least 1; found "
                 f"memory_every={memory_every!r}"
             )
+        folder.require_local(directory)
         self.notes: dict[str, Any] = {}
         self.not_kept: tuple[str, ...] = ()
         self._directory = Path(directory).absolute()
@@ -320,7 +321,7 @@ class JobCheckpoint:
         source = received_folder if needs_copy else chosen.folder
 
         def read() -> None:
-            lost.extend(self._shared.read(source / folder.SHARED, manifest["variables"]))
+            lost.extend(self._shared.read(source / folder.SHARED, manifest))
             if chosen.is_complete:
                 prefix = chosen.folder / folder.own_prefix(storage.rank)
                 not_kept, parts = self._own_state.read(prefix, self._shared.variables())
@@ -485,4 +486,5 @@ class JobCheckpoint:
             "notes": notes,
             "callbacks": self._own_state.callbacks,
             "variables": sorted(paths),
+            "trained": self._shared.trained(),
         }

@@ -64,8 +64,11 @@ class SharedState:
     def digests(self) -> Digests:
         digests = {}
         for path, variable in self.variables().items():
-            shape = tuple(variable.shape)
-            digests[path] = (shape, checksum(tf.convert_to_tensor(variable)))
+            number = 0
+            # What only one rank has can't differ, and would be sent to all.
+            if not compat.is_apart(variable):
+                number = checksum(tf.convert_to_tensor(variable))
+            digests[path] = (tuple(variable.shape), number)
         return digests
 
     def write(self, prefix: Path) -> None:
@@ -88,25 +91,70 @@ class SharedState:
             if compat.accumulation_steps(optimizer) > 1:
                 note_accumulators(world, optimizer)
 
-    def read(self, prefix: Path, paths: Sequence[str]) -> list[str]:
-        """Read all variables, those of ``paths``; return what is in the files only, or raise CheckpointError."""
+    def trained(self) -> dict[str, list[str]]:
+        """Return, for each optimizer, the paths of what it is built for, in its order: those beside optimizers.
+
+        There are none if it isn't to be built before it is read. One of tf-keras that isn't built is left out.
+        """
+        paths = {}
+        for path, variable in self._beside_optimizers().items():
+            paths[id(compat.inner_variable(variable))] = path
+        candidates: list = []
+        for model in self._models():
+            candidates += model.trainable_variables
+        trained: dict[str, list[str]] = {}
+        for name, optimizer in self._optimizers().items():
+            if not (_of_keras_3(optimizer) or compat.is_optimizer_built(optimizer)):
+                continue
+            inner = compat.with_inner(optimizer)[-1]
+            variables = compat.trained_in_order(inner, unique(candidates)) or ()
+            ids = [id(compat.inner_variable(variable)) for variable in variables]
+            trained[name] = []
+            if paths.keys() >= set(ids):
+                trained[name] = [paths[variable_id] for variable_id in ids]
+        return trained
+
+    def _beside_optimizers(self) -> dict[str, Any]:
+        # An optimizer that is built is another way to what it trains.
+        return variables_of(self.checkpoint(), with_optimizers=False)
+
+    def _models(self) -> list:
+        components = self._trackables.values()
+        return [component for component in components if hasattr(component, "trainable_variables")]
+
+    def _optimizers(self) -> dict[str, Any]:
+        optimizers = {}
+        for name, component in self._trackables.items():
+            if _is_optimizer(component):
+                optimizers[name] = component
+        return optimizers
+
+    def _build_optimizers(self, trained: Mapping[str, Sequence[str]]) -> None:
+        """Build optimizers for what they have trained, since their state has to exist to be read."""
+        variables = self._beside_optimizers()
+        optimizers = self._optimizers()
+        for name, paths in trained.items():
+            if paths and name in optimizers and variables.keys() >= set(paths):
+                compat.build_optimizer(optimizers[name], [variables[path] for path in paths])
+        # Earlier releases didn't write what is trained.
+        models = self._models()
+        if len(models) == len(optimizers) == 1 and getattr(models[0], "built", False):
+            for name in optimizers.keys() - set(trained):
+                compat.build_optimizer(optimizers[name], models[0].trainable_variables)
+
+    def read(self, prefix: Path, manifest: Mapping[str, Any]) -> list[str]:
+        """Read all variables of a checkpoint; return what is in the files only, or raise CheckpointError."""
         components = list(self._trackables.values())
-        models = [
-            component for component in components if hasattr(component, "trainable_variables")
-        ]
-        # Optimizers without state train a built model: their state has to exist to be read.
-        if len(models) == 1 and getattr(models[0], "built", False):
-            for component in components:
-                if hasattr(component, "apply_gradients"):
-                    compat.build_optimizer(component, models[0].trainable_variables)
+        self._build_optimizers(manifest.get("trained", {}))
         checkpoint = self.checkpoint()
-        absent = sorted(set(paths) - set(variables_of(checkpoint)))
+        absent = sorted(set(manifest["variables"]) - set(variables_of(checkpoint)))
         self.is_waiting = bool(absent)
         if absent and any(map(_of_keras_3, components)):
             raise CheckpointError(
                 f"{len(absent)} variable(s) of the checkpoint don't exist in this script, for instance {absent[0]}.\n"
                 "Likely cause: the model or its optimizer isn't built yet, or is another one than when it was saved.\n"
-                "What to do: build the model (call it once, or give it an Input) before restore()."
+                "What to do: before restore(), build the model (call it once, or give it an Input), and then the "
+                "optimizer for what it trains (optimizer.build(variables))."
             )
         try:
             checkpoint.read(str(prefix)).assert_existing_objects_matched()
@@ -174,7 +222,11 @@ def _of_keras_3(component: Any) -> bool:
     return "keras" in roots and compat.is_keras_3(compat.keras_of(component))
 
 
-def variables_of(root: Any) -> dict[str, Any]:
+def _is_optimizer(component: Any) -> bool:
+    return hasattr(component, "apply_gradients")
+
+
+def variables_of(root: Any, with_optimizers: bool = True) -> dict[str, Any]:
     """Return the variables of a ``tf.train.Checkpoint`` by the paths on which it reaches them."""
     variables: dict[str, Any] = {}
     # Objects refer to each other in circles.
@@ -185,7 +237,7 @@ def variables_of(root: Any) -> dict[str, Any]:
         # In sorted order, a variable that is reached on two paths gets the same path on every rank.
         children = tf.train.TrackableView.children(parent)
         for name, child in sorted(children.items()):
-            if id(child) in visited:
+            if id(child) in visited or (_is_optimizer(child) and not with_optimizers):
                 continue
             visited.add(id(child))
             child_path = f"{path}/{name}" if path else name
