@@ -82,6 +82,14 @@ def test_steps_per_execution_another_order_and_other_fits(two_ranks: Pool, tmp_p
         assert says in warning
 
 
+def test_a_fit_after_one_that_an_error_ended(keras_single: Pool, tmp_path: Path) -> None:
+    keras_single.run(bodies.body_interrupted, str(tmp_path / "fit"))
+
+
+def test_batches_that_are_passed_over_are_dropped(single: Pool, tmp_path: Path) -> None:
+    single.run(bodies.body_large_data, str(tmp_path / "fit"))
+
+
 ALL_STEPS = ["latest.json", *(f"step-{step:08}" for step in (3, 5, 6, 9, 10))]
 
 

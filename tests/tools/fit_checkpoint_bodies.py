@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import signal
 import sys
@@ -161,6 +162,7 @@ def fit(
     values = [*map(np.asarray, model.get_weights()), *state]
     return {
         "values": values,
+        "epochs": model.history.epoch,
         "logs": watch.logs,
         "not_kept": checkpoint.not_kept,
         "warnings": texts,
@@ -203,6 +205,9 @@ def body_same_bits(directory: str, kind: str) -> dict[str, Any]:
             fit(f"{directory}/parts", kind, watch=Watch(after, stop), every=3)
     parts = fit(f"{directory}/parts", kind, every=3)
     ended = fit(f"{directory}/parts", kind, preemption=False) if kind == "arrays" else None
+    if ended is not None:
+        more = fit(f"{directory}/parts", kind, epochs=EPOCHS + 1, preemption=False)
+        assert more["epochs"] == [0, 1, 2, 3], more["epochs"]
     return {"whole": whole, "parts": parts, "ended": ended}
 
 
@@ -276,7 +281,53 @@ def body_others(directory: str) -> dict[str, Any]:
         error_of(fit, f"{directory}/{where}", "dataset", preemption=False, **more)
         for where, more in others
     ]
+    for kind in (npu.train.FitCheckpoint, npu.train.JobCheckpoint):
+        assert "found the URL 'gs://bucket/run'" in error_of(kind, "gs://bucket/run")
     return {"whole": whole, "parts": parts, "there": there, "told": told, "errors": errors}
+
+
+def body_interrupted(directory: str) -> None:
+    """After errors have ended two fits, the second of which was resumed, another fit of the model knows nothing of
+    them.
+    """
+    place = fresh(directory)
+    model, data = make_model(3, wrapped=True), make_data("dataset", 3)
+
+    def fail() -> None:
+        raise ArithmeticError
+
+    for steps in (8, 4):
+        stopping = [npu.train.FitCheckpoint(directory, every=1), Watch(steps, fail)]
+        with pytest.raises(ArithmeticError):
+            model.fit(**data, epochs=3, verbose=0, callbacks=stopping)
+    there = sorted(os.listdir(place))
+    assert there[-1] == "step-00000011"
+    before = model.get_weights()
+    history = model.fit(**data, epochs=2, verbose=0)
+    assert history.epoch == [0, 1]
+    assert any((old != new).any() for old, new in zip(before, model.get_weights()))
+    assert sorted(os.listdir(place)) == there
+
+
+def body_large_data(directory: str) -> None:
+    """Resume in the third epoch of data that go on, when 200 MB have been read in the two before."""
+    fresh(directory)
+    sizes: list[int] = []
+
+    def batches() -> Any:
+        while True:
+            pages = int(Path("/proc/self/statm").read_text().split()[1])
+            sizes.append(pages * resource.getpagesize())
+            yield np.full([1, 2**18], len(sizes), np.float32), np.ones([1, 1], np.float32)
+
+    for _ in range(2):
+        model = tf.keras.Sequential([tf.keras.Input([2**18]), tf.keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        sizes.clear()
+        checkpoint = npu.train.FitCheckpoint(directory, each_epoch=False, preemption=False)
+        model.fit(batches(), steps_per_epoch=100, epochs=3, verbose=0, callbacks=[checkpoint])
+    assert len(sizes) >= 300
+    assert max(sizes) - sizes[0] < 100e6, (sizes[0], max(sizes))
 
 
 def kill_this_process() -> None:

@@ -164,6 +164,17 @@ def list_with(callback: Any) -> Any:
     return None
 
 
+def list_of_fit() -> Any:
+    """Return Keras's list of callbacks of the ``fit`` that is running; None if something else trains."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        callbacks = frame.f_locals.get("callbacks")
+        if hasattr(callbacks, "on_train_begin"):
+            return callbacks
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
 def _dtype_and_shape(array: Any) -> list:
     return [array.dtype.name, list(array.shape)]
 
@@ -177,15 +188,15 @@ def _kind(callback: Any) -> str | None:
 
 
 def _state_of(callback: Any) -> dict[str, Any]:
-    kind = _kind(callback)
-    names = _ATTRIBUTES.get(kind or "", ())
+    class_name = _kind(callback)
+    names = _ATTRIBUTES.get(class_name or "", ())
     existing = [name for name in names if hasattr(callback, name)]
     attributes = {name: getattr(callback, name) for name in existing}
     state: dict[str, Any] = {_ATTRIBUTE: attributes}
-    if kind == "CSVLogger" and tf.io.gfile.exists(callback.filename):
+    if class_name == "CSVLogger" and tf.io.gfile.exists(callback.filename):
         with tf.io.gfile.GFile(callback.filename) as file:
             state[_CONTENT] = file.read()
-    if kind == "TensorBoard":
+    if class_name == "TensorBoard":
         # A killed process would lose what the writers hold from before this checkpoint.
         for writer in callback._writers.values():
             writer.flush()
@@ -195,14 +206,14 @@ def _state_of(callback: Any) -> dict[str, Any]:
 
 
 def _set_state_of(callback: Any, state: dict[str, Any], step: int) -> None:
-    kind = _kind(callback)
+    class_name = _kind(callback)
     if _OWN in state and hasattr(callback, "set_state"):
         # The step has begun while the callback was hidden, and it may measure from there.
         callback.on_train_batch_begin(step)
         callback.set_state(state[_OWN])
     for name, value in state[_ATTRIBUTE].items():
         setattr(callback, name, value)
-    if kind == "TensorBoard" and callback._global_train_batch > 0:
+    if class_name == "TensorBoard" and callback._global_train_batch > 0:
         # The graph is in a file of the training that is resumed, and no step has made one here.
         callback._should_write_train_graph = False
         # TensorBoard's writer is told the number of a step when the step begins, and counts it then.

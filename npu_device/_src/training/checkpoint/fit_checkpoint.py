@@ -14,8 +14,12 @@ import tensorflow as tf
 
 from npu_device._src import compat
 from npu_device._src.training.checkpoint import next_samples
-from npu_device._src.training.checkpoint.callback_states import CallbackStates, list_with
-from npu_device._src.training.checkpoint.folder import CheckpointError
+from npu_device._src.training.checkpoint.callback_states import (
+    CallbackStates,
+    list_of_fit,
+    list_with,
+)
+from npu_device._src.training.checkpoint.folder import CheckpointError, require_local
 from npu_device._src.training.checkpoint.job_checkpoint import JobCheckpoint
 from npu_device._src.training.checkpoint.selection import gather
 from npu_device._src.training.distribute.ranks import is_main
@@ -77,6 +81,7 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
         preemption: bool = True,
     ) -> None:
         super().__init__()
+        require_local(directory)
         self.not_kept: tuple[str, ...] = ()
         self._directory = directory
         self._each_epoch = each_epoch
@@ -122,12 +127,15 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
             self._job._restore_state()
         else:
             compat.begin_fit_at(self.model, self._resume["epoch"])
+        self._list = list_of_fit()
         self._wrap_train_function()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Remember that the next step is the first of an epoch."""
         if self._resume is not None and epoch > self._resume["epoch"]:
             self._must_have_resumed()
+        # Keras has read it. Left there, it would be where the next fit begins if an error ends this one.
+        compat.begin_fit_at(self.model, None)
         self._epoch = epoch
         self._begins_epoch = True
         # A callback may have had Keras make it anew, for instance to train other layers from now on.
@@ -146,14 +154,17 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
 
     def on_train_end(self, logs: Any = None) -> None:
         """Save the last checkpoint."""
-        compat.begin_fit_at(self.model, None)
         self.model.train_function = self._inner
         self._must_have_resumed()
         notes = self._notes(ended_of=self.params["epochs"])
         self._job.try_to_save(self._total, notes)
         self._callbacks.end()
-        self._job.close()
+        self._leave()
+
+    def _leave(self) -> None:
         global _newest
+        self.model.train_function = self._inner
+        self._job.close()
         if _newest is self:
             _newest = None
 
@@ -169,6 +180,10 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
         self.model.train_function = outer
 
     def _call(self, keras_iterator: Any) -> Any:
+        if keras_iterator is not self._data.keras_iterator and list_of_fit() is not self._list:
+            # An error has ended the fit of this callback, and Keras has kept its train function for another one.
+            self._leave()
+            return self._inner(keras_iterator)
         count = compat.steps_per_call(self.model)
         pulled = None
         if self._begins_epoch:
@@ -228,11 +243,10 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
         counted_steps = math.ceil(self._step / count) * count
         if self._resume is None or counted_steps < self._resume["step"]:
             return {}
-        had_ended = False
+        ended_epochs = self._resume["ended_of"]
         # An epoch that ended early counts, too.
-        if self._resume["ended_of"] >= self.params["epochs"]:
+        if ended_epochs >= self.params["epochs"]:
             self.model.stop_training = True
-            had_ended = True
             if is_main():
                 _log.warning(
                     "the fit whose checkpoints are in %s had ended: its last state is restored, and nothing is trained."
@@ -240,8 +254,8 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
                     self._directory,
                 )
         self._restore()
-        # The states of an ended ``fit`` have its last epoch's end in them.
-        if had_ended:
+        # The states of an ended ``fit``, to which epochs may be added, have its last epoch's end in them.
+        if ended_epochs > 0:
             self._callbacks.hide()
         return self.model.get_metrics_result()
 
@@ -396,7 +410,10 @@ class _Data:
             while iterators < iterators_made:
                 self.iterator = iter(dataset)
                 iterators += 1
-            pull(self.iterator, position.passed_batches)
+            for _ in range(position.passed_batches):
+                # One at a time, since all of them may be more than the memory holds.
+                if not pull(self.iterator, 1):
+                    break
             pulled = pull(self.iterator, count)
             checksums = gather(self._world, start.full_checksum(pulled))
             # Another number of ranks divides batches in another way, unless all ranks read the same.
