@@ -18,6 +18,7 @@ from caught_messages import hears, warnings_of_package
 from launcher import environment, npurun, script
 from mpi_ranks import mpiexec
 from pool import Pool
+from ranks import all_through
 
 PASSES = 3
 
@@ -466,6 +467,35 @@ def test_an_unchanged_script_trains_and_writes_a_timeline(tmp_path: Path) -> Non
     assert done.stdout.decode().count("finished gradual learning rate warmup to 0.2") == 1
     assert done.stderr.decode().count("HOROVOD_CYCLE_TIME: no effect") == 1
     assert json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+
+
+PINNING = """
+import tensorflow as tf
+import npu_device.horovod.tensorflow as hvd
+hvd.init()
+gpus = tf.config.experimental.list_physical_devices("GPU")
+for gpu in gpus:
+    tf.config.experimental.set_memory_growth(gpu, True)
+if gpus:
+    tf.config.experimental.set_visible_devices(gpus[hvd.local_rank() % len(gpus)], "GPU")
+print("sum", float(hvd.allreduce(1.0, op=hvd.Sum)), flush=True)
+"""
+# TensorFlow lists GPUs that aren't there.
+TWO_GPUS = """
+from npu_device._src import compat
+context = compat.eager_context()
+context._initialize_physical_devices()
+for number in range(2):
+    gpu = type(context._physical_devices[0])(f"/physical_device:GPU:{number}", "GPU")
+    context._physical_devices.append(gpu)
+    context._visible_device_list.append(gpu)
+    context._memory_growth_map[gpu] = None
+"""
+
+
+def test_lines_that_pin_a_gpu_stay(tmp_path: Path) -> None:
+    for result in job.run(tmp_path, 2, TWO_GPUS + PINNING, **all_through("tensorflow")):
+        assert result.code == 0 and "sum 2.0" in result.output, result.output
 
 
 WITHOUT_TENSORFLOW = """

@@ -11,6 +11,7 @@ import job
 import numpy as np
 import pytest
 from pool import Pool
+from test_horovod import PINNING
 from test_xla import REMEDY, body_compiled_functions, body_fit
 
 from gpu import bodies
@@ -144,6 +145,12 @@ def step(value):
     return npu.distribute.all_reduce([value, 2 * value], "mean")
 print("sum", float(step(value)[0][0]), flush=True)
 """
+
+
+def test_lines_of_horovods_scripts(way: Way, tmp_path: Path) -> None:
+    script = BEGIN[: BEGIN.index("import tensorflow")] + PINNING
+    for result in job.run(tmp_path, 2, script, timeout=60, **way.environment(tmp_path)):
+        assert result.code == 0 and "sum 2.0" in result.output, result.output
 
 
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "function"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable
@@ -39,6 +40,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         )
     if device.handle() is None:
         ask_for_timeline()
+        _let_memory_grow()
     device.open()
     # A communicator of mpi4py has this method; other callers give a list of ranks.
     if hasattr(comm, "Get_size"):
@@ -53,6 +55,15 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     if ranks.rank() == 0 and not _is_initialized:
         _log_differences()
     _is_initialized = True
+
+
+def _let_memory_grow() -> None:
+    # Horovod's examples do this right after ``init``, when TensorFlow here may have its devices already. It then takes
+    # only what is set as it was.
+    for gpu in tf.config.list_physical_devices("GPU"):
+        # What a script has set before stays: TensorFlow's context, or virtual devices.
+        with contextlib.suppress(RuntimeError, ValueError):
+            tf.config.experimental.set_memory_growth(gpu, True)
 
 
 def _log_differences() -> None:

@@ -20,13 +20,13 @@ from npu_device._src.world.world import value_of
 def broadcast_variables(variables: Iterable, root_rank: int) -> Any:
     """Return the operation that overwrites variables with those of the root; eagerly, do it and return None."""
     variables = list(variables)
-    done = None
+    assignment = None
     if variables:
-        done = broadcast(variables, root_rank)
-    if done is None and not tf.executing_eagerly():
+        assignment = broadcast(variables, root_rank)
+    if assignment is None and not tf.executing_eagerly():
         # It runs anyway. Scripts return this from a branch of tf.cond, whose other branch is a tensor.
-        done = tf.no_op()
-    return done
+        assignment = tf.no_op()
+    return assignment
 
 
 @operation
