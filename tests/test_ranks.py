@@ -14,6 +14,7 @@ from caught_messages import error_of
 from pool import Pool
 
 import npu_device as npu
+from npu_device._src.training.opening.current_world import current_world
 
 
 def body_objects() -> tuple[int, int, bool]:
@@ -24,6 +25,9 @@ def body_objects() -> tuple[int, int, bool]:
     }
     if size > 1:
         assert "root_rank 9" in error_of(npu.distribute.broadcast_object, 1, 9)
+        # All ranks together have more rows than 32 bits count, as objects have bytes. These take no memory.
+        rows = current_world().gather(tf.zeros([1 << 30, 0], tf.uint8))
+        assert rows.shape == (size << 30, 0)
     assert npu.distribute.gather_object({"rank": rank}) == [{"rank": each} for each in range(size)]
     assert (npu.distribute.local_rank(), npu.distribute.local_size()) == (rank, size)
     return rank, size, npu.distribute.is_main()

@@ -240,13 +240,15 @@ def _pair_of(group: Group, source: int, destination: int, tag: int) -> Group:
 
 def gather_ragged(engine: AgreedEngine, tensor: tf.Tensor) -> tf.Tensor:
     """Return all ranks' tensors one after the other, [n, …] into [sum of n, …]; part of a call that is agreed on."""
-    row_shape = tf.shape(tensor)[1:]
+    # All ranks together may have more elements than 32 bits count.
+    own_shape = tf.shape(tensor, tf.int64)
+    row_shape = own_shape[1:]
     # The numbers of rows travel first, since the engine needs one length for all ranks.
-    all_rows = engine.gather(tf.shape(tensor)[tf.newaxis, :1])[:, 0]
+    all_rows = engine.gather(own_shape[tf.newaxis, :1])[:, 0]
     counts = all_rows * tf.reduce_prod(row_shape)
     flat = tf.reshape(tensor, [1, -1])
     longest = engine.row_length(tensor.dtype, tf.reduce_max(counts))
-    padding = longest - tf.shape(flat)[1]
+    padding = longest - tf.size(flat, tf.int64)
     gathered = engine.gather(tf.pad(flat, [[0, 0], [0, padding]]))
     runs = [gathered[rank, : counts[rank]] for rank in range(engine.group.size)]
     shape = tf.concat([[tf.reduce_sum(all_rows)], row_shape], axis=0)
@@ -292,7 +294,7 @@ def with_first_dimension(
     """Return the elements in the shape of the original, but for its first dimension, ``rows(the original one)``."""
     if original.shape.is_fully_defined():
         return tf.reshape(flat, [rows(original.shape[0]), *original.shape[1:]])
-    dynamic = tf.shape(original)
+    dynamic = tf.shape(original, tf.int64)
     shape = tf.concat([[rows(dynamic[0])], dynamic[1:]], axis=0)
     reshaped = tf.reshape(flat, shape)
     reshaped.set_shape(spec_with_first_dimension(original, rows).shape)
