@@ -91,22 +91,27 @@ def test_operations_of_horovod_give_its_results(keras_ranks: Pool) -> None:
     keras_ranks.run(body_operations)
 
 
-def body_accumulate(graph: bool, dense: bool) -> Any:
+def body_accumulate(graph: bool, dense: bool, scaled: bool) -> Any:
     import tensorflow as tf
 
     import npu_device.horovod.tensorflow.keras as hvd
 
     hvd.init()
     weight = tf.Variable([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
-    optimizer = hvd.DistributedOptimizer(
-        tf.keras.optimizers.SGD(0.1), backward_passes_per_step=PASSES, sparse_as_dense=dense
+    optimizer = outer = hvd.DistributedOptimizer(
+        tf.keras.optimizers.SGD(0.1),
+        op=hvd.Sum if scaled else hvd.Average,
+        backward_passes_per_step=PASSES,
+        sparse_as_dense=dense,
     )
+    if scaled:
+        outer = tf.keras.mixed_precision.LossScaleOptimizer(optimizer, initial_scale=1.0)
 
     def step(number: Any) -> None:
         with tf.GradientTape() as tape:
             used = tf.gather(weight, [0, 0, 2]) if dense else weight
             loss = tf.reduce_sum(used) * tf.cast(number + hvd.rank(), tf.float32)
-        optimizer.apply_gradients([(tape.gradient(loss, weight), weight)])
+        outer.apply_gradients([(tape.gradient(loss, weight), weight)])
 
     call = tf.function(step) if graph else step
     for number in range(2 * PASSES + 1):
@@ -115,13 +120,20 @@ def body_accumulate(graph: bool, dense: bool) -> Any:
     return weight.numpy(), float(np.asarray(optimizer.lr)), len(optimizer.variables())
 
 
-@pytest.mark.parametrize(("graph", "dense"), [(True, False), (False, False), (True, True)])
-def test_gradients_of_several_batches(keras_ranks: Pool, graph: bool, dense: bool) -> None:
+@pytest.mark.parametrize(
+    ("graph", "dense", "scaled"),
+    [(True, False, False), (False, False, True), (True, True, False), (True, False, True)],
+)
+def test_gradients_of_several_batches(
+    keras_ranks: Pool, graph: bool, dense: bool, scaled: bool
+) -> None:
     batches, size = range(2 * PASSES), keras_ranks.size
     gradient = sum(batches) + len(batches) * (size - 1) / 2
+    if scaled:
+        gradient *= size
     rows = np.array([[2.0], [0.0], [1.0]] if dense else [[1.0]] * 3)
     expected = np.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]) - 0.1 * gradient * rows
-    for weight, rate, _ in keras_ranks.run(body_accumulate, graph, dense):
+    for weight, rate, _ in keras_ranks.run(body_accumulate, graph, dense, scaled):
         np.testing.assert_allclose(weight, expected, rtol=1e-5)
         assert rate == pytest.approx(0.1)
 

@@ -138,6 +138,8 @@ class GradientReducer:
         self.options = options
         # True under Horovod's names, whose scripts may broadcast after the first step.
         self.own_batches = False
+        # True if Horovod's optimizer adds up the gradients of several batches before they come here.
+        self.adds_up_first = False
         self._world = world
         self._reduced: list[weakref.ref[Any]] = []
         self._applying: Any = None  # the optimizer whose gradients are ready
@@ -352,8 +354,12 @@ class GradientReducer:
 
     def ready_to_scale(self, optimizer: Any, gradients: list, variables: list) -> list | None:
         """Return the gradients of a divided update that tf-keras would add up over replicas: as they are in the update
-        itself, and as ``reduced_for_scale`` for the loss-scale optimizer; None for any other caller.
+        itself, and as ``reduced_for_scale`` for the loss-scale optimizer; and those that are to be added up first. None
+        for any other caller.
         """
+        if self.adds_up_first and self._applying is None:
+            self.begin(optimizer, variables)
+            return self._all_finite_or_none(gradients)
         if self.divided_update is None:
             return None
         if self._applying is not None:
