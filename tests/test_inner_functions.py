@@ -4,6 +4,8 @@ step has traces of its own.
 
 from __future__ import annotations
 
+import functools
+import time
 from typing import Any
 
 import numpy as np
@@ -31,6 +33,7 @@ def body_functions(kind: str) -> Any:
             super().__init__()
             self.parts = parts
             self.update = tf.function(self.learn)
+            self.total = keras.losses.MeanSquaredError(reduction="sum")
 
         def forward(self, x: Any, training: bool = False) -> Any:
             hidden = self.parts[0](x)
@@ -38,9 +41,14 @@ def body_functions(kind: str) -> Any:
                 hidden = self.parts[1](hidden, training=training)
             return self.parts[2](hidden)
 
+        @tf.function(jit_compile=True)  # type: ignore[untyped-decorator]
+        def total_of(self, x: Any, y: Any) -> Any:
+            return self.total(y, self(x, training=True))
+
         def learn(self, x: Any, y: Any) -> Any:
             def loss() -> Any:
                 loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
+                loss += 0.01 * self.total_of(x, y)
                 for count in tf.range(2):  # only a function with AutoGraph can do this
                     loss += 0.1 * loss * tf.cast(count, loss.dtype)
                 return loss
@@ -112,6 +120,64 @@ def body_compiled_by_xla() -> tuple[str, int]:
     return error, len(traces)
 
 
+def body_logs() -> Any:
+    """What steps that are functions return: a sum, with no metric; then results of metrics, made in the first step."""
+    keras, late = tf.keras, []  # Keras doesn't list these metrics
+    keras.utils.set_random_seed(3)
+
+    class Model(keras.Model):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense = keras.layers.Dense(2, activation="sigmoid")
+            self.dense.build((None, 6))
+
+        def call(self, x: Any) -> Any:
+            return self.dense(x)
+
+        @tf.function  # type: ignore[untyped-decorator]
+        def train_step(self, data: Any) -> Any:
+            return {"sum": descend(self, lambda: tf.reduce_sum((self(data[0]) - data[1]) ** 2))}
+
+        @tf.function  # type: ignore[untyped-decorator]
+        def test_step(self, data: Any) -> Any:
+            for metric in late:
+                metric.update_state(data[1], self(data[0]))
+            return {"f": late[0].result(), "hits": late[1].result()}
+
+    x, y = samples(41)
+    y = np.stack([y > 0, y > 1], axis=1).astype(np.float32)
+    model = Model()
+    model.compile(keras.optimizers.SGD(0.01))
+    model = npu.distribute.replicate(model)
+    history = model.fit(x, y, batch_size=10, shuffle=False, verbose=0)
+    late += [keras.metrics.F1Score(average="micro", threshold=0.5)]
+    late += [keras.metrics.TruePositives()]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NPU_DEVICE_FIRST_STEP_CHECK", "off")
+        logs = model.evaluate(x[:33], y[:33], batch_size=10, return_dict=True, verbose=0)
+    return {**outcome(model, history), "logs": logs}
+
+
+def body_order() -> list[int]:
+    """Return what two Python functions of a step note, of which the first one takes longer."""
+    keras, notes = tf.keras, []
+
+    def note(number: int, seconds: float) -> None:
+        time.sleep(seconds)
+        notes.append(number)
+
+    class Model(keras.Model):  # type: ignore[misc]
+        def train_step(self, data: Any) -> Any:
+            for number, seconds in ((1, 0.2), (2, 0.0)):
+                tf.numpy_function(functools.partial(note, number, seconds), [], [])
+            return {"loss": tf.reduce_mean(data)}
+
+    model = Model()
+    model.compile()
+    npu.distribute.replicate(model).fit(samples(12)[0], batch_size=12, verbose=0)
+    return notes
+
+
 @pytest.mark.parametrize(
     "kind", ["step", "call", pytest.param("eager step", marks=pytest.mark.full)]
 )
@@ -121,7 +187,17 @@ def test_functions_in_a_step_train_like_one_process(
     compare(several_keras_ranks, keras_single, body_functions, kind)
 
 
+def test_functions_return_the_numbers_of_all_samples(
+    keras_two_ranks: Pool, keras_single: Pool
+) -> None:
+    compare(keras_two_ranks, keras_single, body_logs)
+
+
 def test_what_xla_compiles_is_refused_and_nothing_is_traced_again(keras_two_ranks: Pool) -> None:
     for error, traces in keras_two_ranks.run(body_compiled_by_xla):
         assert "leave jit_compile out of tf.function" in error
         assert traces == 0
+
+
+def test_python_functions_run_in_their_order(keras_two_ranks: Pool) -> None:
+    assert keras_two_ranks.run(body_order) == [[1, 2], [1, 2]]

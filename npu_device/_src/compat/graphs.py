@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import gc
 import itertools
 import re
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2
+from tensorflow.core.function.polymorphism.function_cache import FunctionCache
 from tensorflow.python.distribute import distribute_lib as _distribute_lib
 from tensorflow.python.eager import context as _context
 from tensorflow.python.framework import ops as _ops
 from tensorflow.python.framework.func_graph import FuncGraph
 from tensorflow.python.ops import (
-    control_flow_ops as _control_flow_ops,
     control_flow_util as _control_flow_util,
     control_flow_v2_func_graphs as _branches,
     resource_variable_ops as _resource_variable_ops,
@@ -118,38 +120,44 @@ def is_saving() -> bool:
     return bool(_save_context.in_save_context())
 
 
-class _OwnTraces(_control_flow_ops.XLAControlFlowContext):
-    """What TensorFlow compares before it reuses a trace; it changes nothing else, and XLA has no part in it."""
-
-    def IsXLAContext(self) -> bool:
-        return False
-
-    def RequiresUniqueFunctionRetracing(self) -> bool:
-        return True
-
-
-_own_traces: list[_OwnTraces] = []
-"""Kept, because TensorFlow compares their ids."""
+_one_block = threading.RLock()
+"""Held while traces are put aside, which those of other threads would be mixed up with."""
 
 
 @contextlib.contextmanager
 def own_traces() -> Iterator[None]:
     """Let functions of the script that are called in the block have traces of their own, which no other block reuses.
 
-    TensorFlow keeps the trace of a ``tf.function`` for all callers that it takes for alike: those in one XLA context
-    that asks for it (``make_function_context``). An eager caller has none, so that functions run eagerly there.
+    TensorFlow reuses what a ``tf.function`` has traced for all callers that it takes for alike. What it compares is the
+    same in all steps, at least for what XLA compiles (``make_function_context``), so all traces are put aside. An eager
+    caller would have each step traced: functions run eagerly there.
     """
-    if graph_being_built() is not None:
-        context = _OwnTraces()
-        _own_traces.append(context)
-        context.Enter()
+    if graph_being_built() is None:
+        with functions_inline():
+            yield
+        return
+    with _one_block:
+        kept = {}
+        for cache in _function_caches():
+            kept[cache] = (cache._primary, cache._dispatch_dict)
+            _empty(cache)
         try:
             yield
         finally:
-            context.Exit()
-        return
-    with functions_inline():
-        yield
+            # What functions hold that the block has made is dropped.
+            for cache in _function_caches():
+                _empty(cache)
+            for cache, traces in kept.items():
+                cache._primary, cache._dispatch_dict = traces
+
+
+def _function_caches() -> list:
+    return [instance for instance in gc.get_objects() if type(instance) is FunctionCache]
+
+
+def _empty(cache: Any) -> None:
+    cache._primary = collections.OrderedDict()
+    cache._dispatch_dict = {}
 
 
 @contextlib.contextmanager

@@ -119,8 +119,8 @@ def moments_of_all_ranks(
 
 def normalizing_world(group: str) -> World | None:
     """Return the ranks by whose samples a layer normalizes in this call; None if it is by those of this process."""
-    # While a model is only built or saved, other ranks may not be there; but a trace for XLA serves later steps, too.
-    if compat.is_saving() or (is_only_building() and not compat.compiled_by_xla()):
+    # While a model is only built or saved, other ranks may not be there.
+    if compat.is_saving() or is_only_building():
         return None
     # Keras itself normalizes over the devices of a strategy of TensorFlow.
     if tf.distribute.get_strategy().num_replicas_in_sync > 1:

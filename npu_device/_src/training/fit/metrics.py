@@ -106,8 +106,9 @@ class Metrics:
                 continue
             sources = self._results_behind(log)
             result = None
+            are_in_its_graph = all(source.tensor.graph is log.graph for source in sources)
             # The step may have computed the log from results, such as a sum of two.
-            if tf.is_symbolic_tensor(log):
+            if tf.is_symbolic_tensor(log) and are_in_its_graph:
                 computations = {source.tensor.name: source.compute for source in sources}
                 replacements = {name: compute() for name, compute in computations.items()}
                 result = compat.computed_again(log, replacements)
@@ -118,10 +119,10 @@ class Metrics:
 
     def _recorded(self, log: Any) -> _Result | None:
         """Return the result that a log is, if a metric has given it."""
-        name = _tensor_name(log)
+        origin = _origin(log)
         for result in self._results:
-            has_its_name = name is not None and name == _tensor_name(result.tensor)
-            if result.tensor is log or has_its_name:
+            has_its_origin = origin is not None and origin == _origin(result.tensor)
+            if result.tensor is log or has_its_origin:
                 return result
         return None
 
@@ -129,8 +130,13 @@ class Metrics:
         """Return the results from which a graph computes a log."""
         if not tf.is_symbolic_tensor(log):
             return []
-        names = {tensor.name for tensor in compat.tensors_behind([log])}
-        return [result for result in self._results if getattr(result.tensor, "name", "") in names]
+        behind = {(tensor.graph, tensor.name) for tensor in compat.walk([log], _sources)}
+        results = []
+        for result in self._results:
+            tensor = result.tensor
+            if tf.is_symbolic_tensor(tensor) and (tensor.graph, tensor.name) in behind:
+                results.append(result)
+        return results
 
     def _record(self, compute: Callable[[], Any]) -> Any:
         if tf.executing_eagerly() and self._step.is_custom:
@@ -306,13 +312,27 @@ def _refuse_reset(name: str, reset_state: Callable[[], None]) -> None:
     )
 
 
-def _tensor_name(tensor: Any) -> str | None:
-    """Return the name of the tensor of a graph, behind the identities through which AutoGraph returns values."""
-    if not isinstance(tensor, tf.Tensor) or tf.executing_eagerly():
+def _origin(tensor: Any) -> tuple[Any, str] | None:
+    """Return graph and name of a tensor, behind functions and the identities through which AutoGraph returns values."""
+    if not isinstance(tensor, tf.Tensor) or not tf.is_symbolic_tensor(tensor):
         return None
-    while tensor.op.type == "Identity":
-        tensor = tensor.op.inputs[0]
-    return str(tensor.name)
+    while True:
+        if tensor.op.type == "Identity":
+            tensor = tensor.op.inputs[0]
+        elif of_function := _outputs_of_function(tensor):
+            [tensor] = of_function
+        else:
+            return tensor.graph, str(tensor.name)
+
+
+def _outputs_of_function(tensor: Any) -> list:
+    """Return in a list what a tensor is in the function whose call gives it; [] for others."""
+    functions = compat.functions_of(tensor.op).get("f", [])
+    return [function.outputs[tensor.value_index] for function in functions]
+
+
+def _sources(tensor: Any) -> list:
+    return [*tensor.op.inputs, *_outputs_of_function(tensor)]
 
 
 def _needs_whole_batch(metric: Any) -> bool:

@@ -56,8 +56,9 @@ def build(
 ) -> None:
     """Trace a step, of Keras or the user, on what ``divide`` returns of a batch, to make all variables it needs."""
     is_training = mode == "train"
-    if is_training and not compat.belongs_to_keras(own_step):
-        # A user's step may create anything, so that only tracing it tells.
+    # A user's step may create anything, so that only tracing it tells; metrics of an eager one come later, too.
+    makes_anything = is_training or (mode == "test" and not model.run_eagerly)
+    if makes_anything and not compat.belongs_to_keras(own_step):
         _trace(model, own_step, spec, divide)
         return
     is_built = compat.is_built(model)

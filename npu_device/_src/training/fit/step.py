@@ -193,8 +193,8 @@ class Step:
     def __enter__(self) -> Step:
         self._running = running(self._current)
         self._running.__enter__()
-        # Computed in this graph, before a branch of the step needs it.
-        _ = self._current.fraction
+        # Computed in this graph, before a branch or a function of the step needs them.
+        _ = self._current.fraction, self._current.sum_factor
         if self._random_numbers is not None:
             self._random_numbers.begin()
         return self

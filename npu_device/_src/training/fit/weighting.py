@@ -55,8 +55,7 @@ class WeightedReducer(GradientReducer):
         gradients = list(gradients)
         step = current_step()
         if step is None:
-            # A trace for XLA can't be kept from later callers: reducing there is an error that names the remedy.
-            if is_only_building() and not compat.compiled_by_xla():
+            if is_only_building():
                 return gradients
             return super().reduce(optimizer, gradients, owners)
         # A custom step has reduced them already, or all that they are made of.
