@@ -27,7 +27,7 @@ _TRANSFER = {"collective": "a transfer of data", "line": "TensorFlow's backend"}
 class CallCount:
     """How many transfers of a group this rank has begun and ended, of those that Python moves."""
 
-    def __init__(self, started: int) -> None:
+    def __init__(self, started: int = 0) -> None:
         self.started = started
         self._ended = started
         self._row: Callable[[], Row | None] = lambda: None
