@@ -17,6 +17,7 @@ from pool import Pool
 from rank_comparison import compare
 
 import npu_device as npu
+from npu_device._src import compat
 
 
 def body_functions(kind: str) -> Any:
@@ -201,3 +202,14 @@ def test_what_xla_compiles_is_refused_and_nothing_is_traced_again(keras_two_rank
 
 def test_python_functions_run_in_their_order(keras_two_ranks: Pool) -> None:
     assert keras_two_ranks.run(body_order) == [[1, 2], [1, 2]]
+
+
+def test_blocks_of_two_threads_leave_the_setting_of_the_script() -> None:
+    first = compat.functions_inline()
+    second = compat.functions_inline()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert tf.config.functions_run_eagerly()
+    second.__exit__(None, None, None)
+    assert not tf.config.functions_run_eagerly()

@@ -160,16 +160,41 @@ def _empty(cache: Any) -> None:
     cache._dispatch_dict = {}
 
 
+class _InlineBlocks:
+    """The blocks of all threads in which functions run inline."""
+
+    def __init__(self) -> None:
+        self._changing = threading.Lock()
+        self._open = 0
+        self._was_eager = False  # the setting of the script
+
+    def begin(self) -> None:
+        with self._changing:
+            if not self._open:
+                self._was_eager = tf.config.functions_run_eagerly()
+                # TensorFlow has no setting per function; the switch is for the whole process.
+                tf.config.run_functions_eagerly(True)
+            self._open += 1
+
+    def end(self) -> None:
+        with self._changing:
+            self._open -= 1
+            # Blocks of two threads may end in any order.
+            if not self._open:
+                tf.config.run_functions_eagerly(self._was_eager)
+
+
+_inline_blocks = _InlineBlocks()
+
+
 @contextlib.contextmanager
 def functions_inline() -> Iterator[None]:
     """Run functions of the script as plain Python, in the graph of their caller if it builds one."""
-    was_eager = tf.config.functions_run_eagerly()
-    # TensorFlow has no setting per function; the switch is for the whole process.
-    tf.config.run_functions_eagerly(True)
+    _inline_blocks.begin()
     try:
         yield
     finally:
-        tf.config.run_functions_eagerly(was_eager)
+        _inline_blocks.end()
 
 
 _CONTROL_FLOW = (
