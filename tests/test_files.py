@@ -302,6 +302,31 @@ print(value_in(tf.keras.models.load_model("model.keras").get_weights()), written
     ], ended
 
 
+def test_the_file_of_a_host_is_read_when_it_is_complete(tmp_path: Path) -> None:
+    """Rank 0 has left before the last rank asks, and the first rank of that host is in the middle of its file."""
+    text = """
+import os
+os.makedirs(f"{sys.argv[0]}.{min(rank, 1)}", exist_ok=True)
+os.chdir(f"{sys.argv[0]}.{min(rank, 1)}")
+pause = time.sleep
+def begin(seconds):
+    if seconds == 0.2:
+        open("model.keras", "w").close()
+        pause(4)
+    pause(seconds)
+if rank == 1:
+    time.sleep = begin
+if rank == 2:
+    pause(2)
+model.save("model.keras")
+if rank > 0:
+    print(value_in(tf.keras.models.load_model("model.keras").get_weights()), written)
+"""
+    ended = job.finish(job.start_each(tmp_path, COMMON + text, two_hosts(tmp_path)))
+    assert [end.code for end in ended] == [0, 0, 0], ended
+    assert [said(end) for end in ended[1:]] == ["7.0 ['model.keras']", "7.0 []"], ended
+
+
 def said(end: job.Ended) -> str:
     """Return what a rank has read and written, among its warnings."""
     [line] = [line for line in end.output.splitlines() if line.startswith("7.0 ")]

@@ -65,19 +65,9 @@ def plain_variable(initial_value: Any, name: str | None = None, shape: Any = Non
     )
 
 
-def has_variable_creators() -> bool:
-    """Return whether a ``tf.variable_creator_scope`` is open in this thread."""
-    return bool(_ops.get_default_graph()._variable_creator_stack)
-
-
 def default_replica_context() -> Any:
     """Return TensorFlow's replica context outside strategies: one object for all threads and graphs."""
     return _distribute_lib._get_default_replica_context()
-
-
-def default_strategy() -> Any:
-    """Return the details of TensorFlow's strategy outside strategies: one object for all threads and graphs."""
-    return _distribute_lib._get_default_strategy().extended
 
 
 def functions_that_update(variables: Iterable) -> list[list[str]]:

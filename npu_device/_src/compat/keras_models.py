@@ -4,6 +4,7 @@ its own training step without the backward pass.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import itertools
@@ -13,6 +14,7 @@ from typing import Any, Callable, cast
 
 import tensorflow as tf
 from tensorflow.python.autograph.core import ag_ctx
+from tensorflow.python.util import dispatch
 
 from npu_device._src.compat.keras import (
     belongs_to_keras,
@@ -338,34 +340,35 @@ def normalization_at_work() -> tuple[Any, Any] | None:
     return None
 
 
-def called_normalization() -> Any:
-    """Return the batch normalization whose ``call`` is the innermost one in this thread; None if none."""
-    return _normalization_in("call")
-
-
-def built_normalization() -> Any:
-    """Return the batch normalization whose ``build`` is the innermost one in this thread; None if none."""
-    return _normalization_in("build")
-
-
-def deferred_variable() -> Any:
-    """Return the variable of Keras 3 that gets its value in this thread after its layer was built; None if none."""
+def called_normalizations() -> list:
+    """Return the batch normalization whose ``call`` is the innermost one in this thread, in a list; or an empty one."""
     frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name != "_deferred_initialize":
+    while frame is not None and frame.f_code.co_name != "call":
         frame = frame.f_back
-    if frame is None:
-        return None
-    return frame.f_locals.get("self")
-
-
-def _normalization_in(method: str) -> Any:
-    frame: Any = sys._getframe(2)
-    while frame is not None and frame.f_code.co_name != method:
-        frame = frame.f_back
-    # Variables are read often, and the names of a frame are costly.
+    # Variables are cast often, and the names of a frame are costly.
     if frame is None or not _is_normalization_module(frame.f_globals):
+        return []
+    return [frame.f_locals.get("self")]
+
+
+def note_casts_of_keras_variables(note: Callable[[], None]) -> Callable[[], None] | None:
+    """Have ``note`` called before each ``tf.cast`` of a variable of Keras 3, in any thread and graph.
+
+    Returns the function that ends this; None if Keras 3 isn't imported.
+    """
+    variable_class = getattr(sys.modules.get("keras"), "Variable", None)
+    if variable_class is None:
         return None
-    return frame.f_locals.get("self")
+
+    def cast(x: Any, dtype: Any, name: str | None = None) -> Any:
+        note()
+        return tf.cast(tf.convert_to_tensor(x), dtype, name)
+
+    # TensorFlow looks for functions of registered types only. A second registration is an error, and none can end.
+    with contextlib.suppress(ValueError):
+        dispatch.register_dispatchable_type(variable_class)
+    tf.experimental.dispatch_for_api(tf.cast, {"x": variable_class})(cast)
+    return functools.partial(tf.experimental.unregister_dispatch_for, cast)
 
 
 def _is_normalization_module(module_globals: Mapping[str, Any]) -> bool:

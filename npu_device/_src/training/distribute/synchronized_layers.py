@@ -1,21 +1,19 @@
 """The layers of Keras with ``synchronized=True`` in loops of the script: how they get to normalize over all ranks.
 
 A loop tells that all ranks train its model when it wraps the optimizer or broadcasts variables. The layers that exist
-then are looked for in memory, and get a method on the object. Later layers are found in their first call. TensorFlow
-has a strategy and a replica context for all that is outside strategies, each one object for all threads and graphs. The
-strategy is asked when a layer reads its scale or offset; the context, when a layer without a mask adds up its sums. A
-layer with a mask and neither scale nor offset asks nobody: it is found when the thread that wrapped or broadcast makes
-its moving mean.
+then are looked for in memory, and get a method on the object. Later layers are found in their first call, in any
+thread: those of Keras 3 cast their moving mean first, for which TensorFlow lets us register a function (since Keras
+3.5; before, a layer with a mask isn't found); the others ask TensorFlow's replica context for their sums, which is one
+object for all threads and graphs.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import weakref
 from collections.abc import Iterable
 from types import MethodType
-from typing import Any, Callable
+from typing import Any
 
 import tensorflow as tf
 
@@ -89,18 +87,14 @@ def normalizes_alone(layer: Any) -> bool:
     return bool(getattr(layer, "synchronized", False)) and is_from_keras and name not in vars(layer)
 
 
-def _value_container(self: Any, value: Any) -> Any:
-    """Stand in for the method of TensorFlow's strategy that is called for each variable that is read."""
-    layer = compat.called_normalization()
-    job = None
-    if layer is not None:
-        job = jobs.current()
+def _note_cast() -> None:
+    """Find the layer that casts its moving mean in this thread."""
+    job = jobs.current()
     layers = None
     if job is not None:
         layers = job.part(SynchronizedLayers)
     if layers is not None:
-        layers.install([layer])
-    return type(self).value_container(self, value)
+        layers.install(compat.called_normalizations())
 
 
 class SynchronizedLayers:
@@ -109,10 +103,7 @@ class SynchronizedLayers:
     def __init__(self) -> None:
         self._group = WORLD_GROUP  # group over which layers normalize
         self._replica_context: Any = None  # TensorFlow's context, with a method of ours
-        self._strategy: Any = None
-        self._creation: Any = None  # the scope in which later variables are made
-        # The layers of models whose variables are made after all layers are built.
-        self._deferred: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._end_of_notes: Any = None  # ends the notes of casts
         self._searches = 0
         self._traced: weakref.WeakKeyDictionary[Any, list[str]] = weakref.WeakKeyDictionary()
         self._checked: set[tuple[int, str]] = set()
@@ -130,31 +121,8 @@ class SynchronizedLayers:
         if self._replica_context is None:
             self._replica_context = compat.default_replica_context()
             self._replica_context.all_reduce = MethodType(_all_reduce, self._replica_context)
-            self._strategy = compat.default_strategy()
-            self._strategy.value_container = MethodType(_value_container, self._strategy)
-        # Scopes must end in reverse order, and this one ends with the job. So it isn't begun inside a scope of the
-        # script. After keras.backend.clear_session() the next wrap begins it again.
-        if tf.executing_eagerly() and not compat.has_variable_creators():
-            self._creation = tf.variable_creator_scope(self._create)
-            self._creation.__enter__()
-
-    def _create(self, next_creator: Callable, **keywords: Any) -> Any:
-        """Look for the layer that makes a variable; the arguments are those of ``tf.variable_creator_scope``."""
-        layer = compat.built_normalization()
-        if layer is not None:
-            self.install([layer])
-        elif keywords.get("name") == "moving_mean":
-            self._install_deferred()
-        return next_creator(**keywords)
-
-    def _install_deferred(self) -> None:
-        """Look for the layers of a model without a ``build``: Keras 3 makes their variables after all are built."""
-        variable = compat.deferred_variable()
-        # One search finds all layers of the model.
-        is_known = any(layer.moving_mean is variable for layer in self._deferred)
-        if variable is not None and not is_known:
-            self._deferred = weakref.WeakSet(filter(_is_built, compat.batch_normalizations()))
-            self.install(self._deferred)
+        if self._end_of_notes is None:
+            self._end_of_notes = compat.note_casts_of_keras_variables(_note_cast)
 
     def install(self, layers: Iterable) -> None:
         """Have those layers normalize over the group that would use their own samples only."""
@@ -219,12 +187,8 @@ class SynchronizedLayers:
     def close(self) -> None:
         if self._replica_context is not None:
             vars(self._replica_context).pop("all_reduce", None)
-            vars(self._strategy).pop("value_container", None)
-        # Another scope may be open, which will end later or never; or this isn't the thread that began this one, or
-        # keras.backend.clear_session() has ended it.
-        with contextlib.suppress(RuntimeError, AttributeError):
-            if self._creation is not None:
-                self._creation.__exit__(None, None, None)
+        if self._end_of_notes is not None:
+            self._end_of_notes()
 
     def _install_existing(self) -> None:
         layers = compat.batch_normalizations()

@@ -27,7 +27,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Callable, Optional
+from typing import Any, Callable, Optional, cast
 
 from npu_device._src import environment
 from npu_device._src.cluster import time_limits
@@ -84,6 +84,8 @@ class Saves:
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._saves: dict[str, _Save] = {}
+        # Whether this rank sees the files of a writer in a directory.
+        self._shared: dict[tuple[int, str], bool] = {}
         # The saves that wait for an answer, by the rank that asks.
         self._asked: dict[int, tuple[str, _Moment, Future[_SaveOutcome]]] = {}
         job.health.on_question(_SAVE_OVER, self._answer)
@@ -180,7 +182,21 @@ class Saves:
                 class_name, f"rank {self._rank} waited for a file of another rank: {failure}"
             ) from PeerError(failure)
         # A path with a scheme, such as gs://, names the same file on all hosts.
-        return wrote and ("://" in path or self._sees_files_of(writer, path))
+        if not wrote or "://" in path:
+            return wrote
+        directory = os.path.dirname(path)
+        sees = self._sees_files_of(writer, directory)
+        # Without an answer, the rank has left.
+        if sees is None:
+            sees = self._shared.get((writer, directory))
+        if sees is None:
+            # What is there may be a file that the first rank of this host hasn't finished.
+            for other in self._writers():
+                if other > writer:
+                    self._wait_for(other, path, moment)
+            return _exists(path)
+        self._shared[writer, directory] = sees
+        return sees
 
     def _wait_for(self, writer: int, path: str, moment: _Moment) -> _SaveOutcome:
         limit = environment.NPU_DEVICE_STALL_TIMEOUT.get()
@@ -218,27 +234,26 @@ class Saves:
         answers = self._job.health.ask(topic, question, [rank], seconds)
         return answers.get(rank)
 
-    def _sees_files_of(self, writer: int, path: str) -> bool:
-        """Return True if this rank sees the same directory as another one: a new file of the one appears to both."""
+    def _sees_files_of(self, writer: int, directory: str) -> bool | None:
+        """Return whether this rank sees the same directory as another one: a new file of the one appears to both.
+
+        None if this rank can't write there, or the other one has left.
+        """
         # A new name, because a network file system may remember that an old one wasn't there.
         name = f".npu_device-{secrets.token_hex(8)}"
         # The path stays relative to each rank's own working directory.
-        neighbour = os.path.join(os.path.dirname(path), name)
+        neighbour = os.path.join(directory, name)
         try:
             with open(neighbour, "x"):
                 pass
-        # This rank can't write here either, so it sees no file of the other one.
         except OSError:
-            return _exists(path)
+            return None
         try:
             sees = self._ask(writer, _SEES, [neighbour], time_limits.SAVE_ANSWER_SECONDS)
         finally:
             with contextlib.suppress(OSError):
                 os.unlink(neighbour)
-        # Without an answer, the rank has left.
-        if sees is None:
-            return _exists(path)
-        return bool(sees)
+        return cast(Optional[bool], sees)
 
 
 def save_parts_once(world: World, model: Any) -> None:
