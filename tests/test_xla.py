@@ -120,6 +120,8 @@ def body_compiled_call(
     keras.utils.set_random_seed(5)
     inputs = keras.Input((3,))
     hidden = keras.layers.Dense(4, activation="relu")(inputs)
+    if kind == "dropping":
+        hidden = keras.layers.Dropout(0.5)(hidden)
     if kind == "normalised":
         hidden = keras.layers.BatchNormalization(synchronized=True)(hidden)
     model = keras.Model(
@@ -161,3 +163,12 @@ def test_the_call_of_a_replica_is_compiled_with_the_results_of_one_process(
         assert compiled >= 2 if kind == "plain" else not compiled
         assert "jit_compile" not in messages or kind == "normalised"
         assert ("normalises over all ranks" in messages) == (kind == "normalised" and rank == 0)
+
+
+def test_a_dropout_that_xla_would_repeat_on_all_ranks(keras_two_ranks: Pool) -> None:
+    """XLA ignores the seeds of tf-keras's dropout. That of Keras 3 draws from a state which the step reads."""
+    is_repeated = keras_two_ranks.keras == "2"
+    for rank, found in enumerate(keras_two_ranks.run(body_compiled_call, True, "dropping")):
+        _, compiled, messages = found
+        assert (not compiled) == is_repeated
+        assert ("the same numbers on all ranks" in messages) == (is_repeated and rank == 0)

@@ -433,6 +433,13 @@ def layers_that_draw(model: Any) -> list[tuple[Any, Any]]:
     return pairs
 
 
+def draws_numbers(layer: Any) -> bool:
+    """Return False for a layer that could draw random numbers, such as a dropout, but whose rates are all 0."""
+    names = ("rate", "stddev", "dropout", "recurrent_dropout")
+    rates = [getattr(layer, name) for name in names if hasattr(layer, name)]
+    return any(rates) or not rates
+
+
 def hides_its_state(generator: Any) -> bool:
     """Return True if the random state of what a layer draws from is inside an operation, where nothing can read it."""
     return getattr(generator, "_rng_type", "") == "legacy_stateful"

@@ -99,8 +99,7 @@ class ScriptCalls:
 
     def _note_quiet(self, layer: Any) -> None:
         """Note a layer that would draw random numbers."""
-        # Only recurrent layers have these rates, 0 by default. A layer without them always draws: hence the 1.
-        if getattr(layer, "dropout", 1) or getattr(layer, "recurrent_dropout", 0):
+        if compat.draws_numbers(layer):
             self.note(topics.QUIET, detail=layer.name)
 
     def _note_batch_norm(self, layer: Any) -> None:

@@ -81,6 +81,13 @@ def _why_not(model: Any) -> str:
             return f"{layer.name!r} makes a mask, which the loss reads"
         if getattr(layer, "noise_shape", None) is not None:
             return f"{layer.name!r} may draw numbers that all ranks share"
+    for layer, generator in compat.layers_that_draw(model):
+        # XLA ignores the seeds of these operations, by which the ranks differ.
+        if compat.hides_its_state(generator) and compat.draws_numbers(layer):
+            return (
+                f"{layer.name!r} would draw the same numbers on all ranks, unless "
+                "tf.keras.backend.experimental.enable_tf_random_generator() is called before the model is made"
+            )
     return ""
 
 
