@@ -113,7 +113,7 @@ def body_graphs(known: bool) -> tuple[dict[str, int], int, int]:
     """
     job, mine = group("world")
     gc.collect()
-    before, called = set(graph.functions_by_number), set()
+    before, called = set(graph.functions_by_id), set()
 
     def lists(values: list[tf.Tensor]) -> Any:
         slices = tf.IndexedSlices(values[0][tf.newaxis], tf.constant([0]), tf.constant([4, 8]))
@@ -163,7 +163,7 @@ def body_graphs(known: bool) -> tuple[dict[str, int], int, int]:
             made = in_graph(step, input_signature=[shapes])
             for _ in range(2):
                 made(values)
-                called.update(graph.functions_by_number)
+                called.update(graph.functions_by_id)
                 gc.collect()
 
         for _ in range(2):
@@ -175,7 +175,7 @@ def body_graphs(known: bool) -> tuple[dict[str, int], int, int]:
         call.__name__: alive_after(call)
         for call in (lists, gradients, branch, loop, nested, others)
     }
-    return alive, len(called - before), len(set(graph.functions_by_number) - before)
+    return alive, len(called - before), len(set(graph.functions_by_id) - before)
 
 
 @pytest.mark.both_backends

@@ -281,14 +281,14 @@ def _reach(port: int, secret: bytes, **said: Any) -> socket.socket:
 def _require_connections(peers: Peers, port: int, secret: bytes) -> None:
     """Check that another rank can still connect."""
     began = time.monotonic()
-    with _reach(port, secret, rank=1, number=7) as theirs:
+    with _reach(port, secret, rank=1, stream=7) as theirs:
         connection = peers.accept(1, 7, lambda: time.monotonic() > began + SOON)
         assert connection is not None
         connection.close()
         assert theirs.recv(1) == b""
 
 
-_PLACE = {"rank": 1, "number": 2}
+_PLACE = {"rank": 1, "stream": 2}
 
 
 @given(streams({**fuzzing.GREETING, **_PLACE}, {"proof": "0"}), st.none() | changed(_PLACE))
@@ -309,13 +309,13 @@ def test_anything_at_a_ranks_port(
 def test_what_a_rank_says_cannot_be_exchanged_on_the_way(rank: tuple[Peers, int, bytes]) -> None:
     """The proof covers the rank, and the number of the connection."""
     _, port, secret = rank
-    for said in ({"rank": 1, "number": 8}, {"rank": 0, "number": 7}):
+    for said in ({"rank": 1, "stream": 8}, {"rank": 0, "stream": 7}):
         with socket.create_connection(("127.0.0.1", port), SOON) as connection:
             line = handshake.TimedConnection(connection)
             line.send({**said, "npu_device": frames.PROTOCOL, "nonce": "mine"})
             nonce = line.receive(SOON, silent="silent", closed="closed")["nonce"]
             line.send(
-                {"proof": frames.proof(secret, "client", "mine", nonce, {"rank": 1, "number": 7})}
+                {"proof": frames.proof(secret, "client", "mine", nonce, {"rank": 1, "stream": 7})}
             )
             with pytest.raises(handshake.AttemptFailedError, match="closed"):
                 line.receive(SOON, silent="silent", closed="closed")
@@ -337,7 +337,7 @@ def test_connections_are_made_and_accepted_again_once_descriptors_are_free(
                 handshake.reach(*address, SOON, rank[2])
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, highest))
-        handshake.authenticate(handshake.TimedConnection(client), rank[2], rank=1, number=6)
+        handshake.authenticate(handshake.TimedConnection(client), rank[2], rank=1, stream=6)
     _require_connections(*rank)
 
 

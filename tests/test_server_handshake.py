@@ -10,7 +10,7 @@ from npu_device._src.cluster import frames
 from npu_device._src.cluster.server_handshake import ServerHandshake, UnprovedError
 
 SECRET = b"the secret"
-SAID = {"rank": 1, "number": 7}
+SAID = {"rank": 1, "stream": 7}
 
 
 def greet(handshake: ServerHandshake, **changes: Any) -> str:
@@ -40,7 +40,7 @@ def test_a_proof_is_for_one_handshake_one_secret_and_what_was_said() -> None:
     for wrong in (
         lambda nonce: recorded,
         lambda nonce: proof(nonce, secret=b"another secret"),
-        lambda nonce: proof(nonce, said={"rank": 0, "number": 7}),
+        lambda nonce: proof(nonce, said={"rank": 0, "stream": 7}),
         lambda nonce: proof(nonce, "hub"),
         lambda nonce: "\ud800",  # JSON allows half a surrogate pair
         lambda nonce: None,

@@ -208,10 +208,10 @@ def test_the_mapping_is_bounded() -> None:
 
 def test_a_buffer_is_used_again_only_when_nobody_holds_a_part_of_it() -> None:
     pool = BufferPool()
-    first = pool.take(1 << 20)
+    first = pool.allocate(1 << 20)
     address, part = first.ctypes.data, first.view(np.float32)[10:20]
     del first
-    second = pool.take(1 << 20)
+    second = pool.allocate(1 << 20)
     assert second.ctypes.data != address, "a part of the first one is still in use"
     del part
-    assert pool.take(1 << 20).ctypes.data == address
+    assert pool.allocate(1 << 20).ctypes.data == address

@@ -160,8 +160,8 @@ def summary(failures: Sequence[Failure], world_size: int, nnodes: int, started: 
     if later_failures:
         stopped = sum(failure.stopped and not failure.recorded for failure in failures)
         # A rank that npurun stopped has no error of its own.
-        number = len(failures) - stopped
-        heading = f"{number} of {world_size} ranks ended with an error on host {first_failure.host}"
+        count = len(failures) - stopped
+        heading = f"{count} of {world_size} ranks ended with an error on host {first_failure.host}"
         if stopped:
             heading += f"; npurun stopped {counted(stopped, 'rank')}"
         lines.append(f"{heading}:")

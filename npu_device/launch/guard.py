@@ -56,8 +56,8 @@ class RankGuard:
 
 def _main() -> None:
     # A scheduler may signal all processes of a job (Slurm); the guard ends after the launcher.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(signum, signal.SIG_IGN)
     groups: set[int] = set()
     # The loop ends without "done" only if the launcher has died.
     for line in sys.stdin:

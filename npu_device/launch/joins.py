@@ -82,12 +82,12 @@ class Joins:
         """Ask the ranks to end after a step, so that more nodes can join."""
         # A request that finds no reader, or ranks that can't end now, is made again.
         self._next_request = time.monotonic() + JOIN_ASK_SECONDS
-        number = len({*running, *self.ready(nodes)}) * self._options.nproc_per_node
+        count = len({*running, *self.ready(nodes)}) * self._options.nproc_per_node
         # Without a reader the pipe can't be opened.
         with contextlib.suppress(OSError):
             pipe = os.open(self._path, os.O_WRONLY | os.O_NONBLOCK)
             try:
-                os.write(pipe, f"{number}\n".encode())
+                os.write(pipe, f"{count}\n".encode())
                 self.is_asked = True
             finally:
                 os.close(pipe)

@@ -91,14 +91,14 @@ def signals(options: Options, console: Console) -> Events:
     # A signal handler can put an event in while its own thread takes one out.
     events: Events = queue.SimpleQueue()
 
-    def receive(number: int, _: object) -> None:
+    def receive(signum: int, _: object) -> None:
         console.end()
-        events.put(signal.Signals(number))
+        events.put(signal.Signals(signum))
 
-    for number in {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, options.preempt_signal}:
+    for signum in {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, options.preempt_signal}:
         # nohup, and a shell script's background jobs, ask to ignore the signal.
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, receive)
+        if signal.getsignal(signum) is not signal.SIG_IGN:
+            signal.signal(signum, receive)
     return events
 
 
@@ -123,8 +123,8 @@ def _alone(launch: Launch) -> int:
         say(decision.text)
         # A rank that is left, cut off from the others, must not go on training.
         rendezvous.end()
-        number = wait_for_signal(launch.events, decision.wait)
-        if number is not None:
+        signum = wait_for_signal(launch.events, decision.wait)
+        if signum is not None:
             last_copy.write_alone(launch, ledger.count)
             say(ledger.last_words())
-            return 128 + number
+            return 128 + signum

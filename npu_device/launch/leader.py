@@ -319,9 +319,9 @@ class Leader:
                     node, "is gone: its npurun ended or was killed, or its host can't be reached"
                 )
             else:
-                self._act(node, message)
+                self._on_message(node, message)
 
-    def _act(self, node: int, message: Any) -> None:
+    def _on_message(self, node: int, message: Any) -> None:
         if isinstance(message, JobInterrupted):
             self._signal = message.signal
         elif node not in self._running:

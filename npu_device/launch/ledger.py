@@ -100,11 +100,11 @@ class Ledger:
         lines = []
         if reason:
             lines.append(reason)
-        number = len(self.attempts)
-        if number > 1:
+        count = len(self.attempts)
+        if count > 1:
             heading = "the attempts of this job"
-            if number > _LISTED:
-                heading += f" (the last {_LISTED} of {number})"
+            if count > _LISTED:
+                heading += f" (the last {_LISTED} of {count})"
             with_nodes = any(list(attempt.nodes) != [0] for attempt in self.attempts)
             lines.append(f"{heading}:")
             lines += [f"  {attempt.line(with_nodes)}" for attempt in self.attempts[-_LISTED:]]

@@ -83,7 +83,7 @@ class Member:
                 time.monotonic() + NODE_SILENT_SECONDS,
             )
             if not has_event:
-                self._look_for_silence()
+                self._check_silence()
             if self._plan is not None:
                 return self._plan
         if self._ending.text:
@@ -92,7 +92,7 @@ class Member:
             raise NodeLeavesError(self._ending.code)
         raise SystemExit(self._ending.code)
 
-    def _look_for_silence(self) -> None:
+    def _check_silence(self) -> None:
         link = self._link
         if link is None or time.monotonic() - link.received_at <= NODE_SILENT_SECONDS:
             return
@@ -122,16 +122,16 @@ class Member:
     def _on_notice(self, notice: Notice) -> None:
         self._say(notice.text)
 
-    def _on_signal(self, number: int) -> None:
+    def _on_signal(self, signum: int) -> None:
         """Let the job end, between two attempts; without node 0, or with another signal, this node ends at once."""
-        is_request = number == self._options.preempt_signal
-        code = 128 + number
+        is_request = signum == self._options.preempt_signal
+        code = 128 + signum
         if self._outcome.interrupted or (is_request and self._outcome.code == RESUMABLE):
             code = self._outcome.code
         if is_request and self._options.outlives_preemption:
             raise NodeLeavesError(code)
         if self._link is not None:
-            self._link.send(JobInterrupted(number))
+            self._link.send(JobInterrupted(signum))
         if self._link is None or self._link.is_lost or self._outcome.interrupted:
             raise SystemExit(code)
         self._outcome = NodeOutcome(code, interrupted=True)

@@ -54,7 +54,7 @@ class Neighbour:
         self._is_told = False
         self._has_ended = threading.Event()
         self._taking = threading.Lock()
-        serving = self._listener, self._secret, self._take
+        serving = self._listener, self._secret, self._receive_copy
         self._threads = [
             threading.Thread(target=handshake.serve, args=serving, daemon=True),
             threading.Thread(target=self._send_all, daemon=True),
@@ -85,16 +85,16 @@ class Neighbour:
 
     def _send_all(self) -> None:
         while not self._has_ended.wait(COPY_LOOK_SECONDS):
-            for number, slot in enumerate(self._slots_of_sender):
+            for index, slot in enumerate(self._slots_of_sender):
                 if slot.is_unsent and slot.load_header():
-                    self._try_to_send(number, slot)
+                    self._try_to_send(index, slot)
 
-    def _try_to_send(self, number: int, slot: Slot) -> None:
+    def _try_to_send(self, index: int, slot: Slot) -> None:
         key = slot.key
         address = self._address
         try:
             if address is not None:
-                self._send(address, number, slot)
+                self._send(address, index, slot)
         # Whatever it is, training goes on.
         except Exception as error:
             if not self._is_told and address is not None:
@@ -108,7 +108,7 @@ class Neighbour:
         if slot.load_header() and slot.key == key:
             slot.note_sent()
 
-    def _send(self, address: Address, number: int, slot: Slot) -> None:
+    def _send(self, address: Address, index: int, slot: Slot) -> None:
         key = slot.key
         line = handshake.reach(*address, NODE_CONNECT_SECONDS, self._secret)
         with (
@@ -116,13 +116,13 @@ class Neighbour:
             open(slot.descriptor, "rb", buffering=0, closefd=False) as file,
         ):
             self._connection = connection
-            line.send({"slot": number, "header": slot.header})
+            line.send({"slot": index, "header": slot.header})
             lacking = set(_answer(line)["lacking"])
             connection.settimeout(COPY_SEND_SECONDS)
-            for index, span in enumerate(slot.spans()):
+            for position, span in enumerate(slot.spans()):
                 size = span.record["bytes"]
                 # A size of 0 would stand for the whole file.
-                if index in lacking and size:
+                if position in lacking and size:
                     connection.sendfile(file, span.position, size)
             # A rank of another attempt may have replaced it meanwhile.
             line.send({"is_whole": slot.load_header() and slot.key == key})
@@ -130,7 +130,7 @@ class Neighbour:
 
     # The receiving side, in the threads of the ports
 
-    def _take(self, line: TimedConnection, _: Any) -> None:
+    def _receive_copy(self, line: TimedConnection, _: Any) -> None:
         """Take a copy of another host; an error ends its connection."""
         # An earlier neighbour may be cut off without knowing it.
         with line.connection as connection, self._taking:

@@ -28,9 +28,9 @@ from npu_device.launch.reports import LEAVING, OVER, RUNNING, Reporter
 
 
 def main() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # The default is restored, since nohup is for the npurun that sends the signals.
-        signal.signal(number, signal.SIG_DFL)
+        signal.signal(signum, signal.SIG_DFL)
     name = sys.argv[1]
     serial = int(sys.argv[2])
     # Without a buffer, since a thread that waits in it would hold up the exit.
@@ -134,10 +134,10 @@ def _processes() -> list[int]:
     return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]
 
 
-def _send(number: int, pids: list[int]) -> None:
+def _send(signum: int, pids: list[int]) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
+            os.kill(pid, signum)
 
 
 def _is_running(pid: int, started: str) -> bool:

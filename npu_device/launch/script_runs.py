@@ -72,11 +72,11 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace, most_ran
         parser.error(
             f"{most_ranks} ranks need more memory than the {memory >> 30} GiB of this machine or container"
         )
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for signum in (signal.SIGTERM, signal.SIGHUP):
         # nohup asks to ignore the end of the terminal.
-        if signal.getsignal(number) is not signal.SIG_IGN:
+        if signal.getsignal(signum) is not signal.SIG_IGN:
             # Leaving by an exception ends the processes of the script.
-            signal.signal(number, lambda number, _: sys.exit(128 + number))
+            signal.signal(signum, lambda signum, _: sys.exit(128 + signum))
 
 
 def say(command: str, text: str) -> None:

@@ -135,7 +135,7 @@ class LaunchedHosts:
                 self._deadline,
                 *(host.wakes_at() for host in self._hosts),
             )
-            self._look_at_time()
+            self._check_time()
         # Without restarts, hosts that fail because of another one may end before it.
         if self._cause is not None and not self._options.restarts_hosts:
             return self._cause
@@ -172,7 +172,7 @@ class LaunchedHosts:
         # The secret is in the order, since everybody can read command lines.
         host.connection.tell(json.dumps(order))
 
-    def _look_at_time(self) -> None:
+    def _check_time(self) -> None:
         time_now = time.monotonic()
         if self._deadline is not None and time_now >= self._deadline:
             self._stop_late_hosts()
@@ -189,26 +189,26 @@ class LaunchedHosts:
             except OSError as error:
                 self._retry(host, f"not reached ({error})")
 
-    def _on_signal(self, number: int) -> None:
+    def _on_signal(self, signum: int) -> None:
         # A second signal leaves the deadline of the first, unless that has been lifted.
         if self._signal is None or self._deadline is None:
             seconds = self._options.grace
-            if number == self._options.preempt_signal:
+            if signum == self._options.preempt_signal:
                 seconds = self._options.preempt_timeout
             self._deadline = time.monotonic() + seconds + limits.HOSTS_END_SECONDS
-            self._signal = number
+            self._signal = signum
             self._is_stopping = True
         for host in self._hosts:
             # A job that was told to stop starts nothing again.
             host.retry_at = None
-        self._send(number, self._hosts)
+        self._send(signum, self._hosts)
 
-    def _send(self, number: int, hosts: Sequence[Host]) -> None:
+    def _send(self, signum: int, hosts: Sequence[Host]) -> None:
         for host in hosts:
             if host.connection is None:
                 continue
             if host.is_running:
-                host.connection.tell(f"{number:d}")
+                host.connection.tell(f"{signum:d}")
             # An npurun that is there by now ends with the connection.
             else:
                 host.connection.kill()

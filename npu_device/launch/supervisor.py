@@ -76,7 +76,7 @@ class RankProcess:
         self._watcher = threading.Thread(target=self._watch, daemon=True)
         self._watcher.start()
 
-    def send(self, number: int, spares_children: bool = False) -> None:
+    def send(self, signum: int, spares_children: bool = False) -> None:
         """Send a signal to the process group: to all, or with ``spares_children`` to the training process alone, if
         that is known.
         """
@@ -88,9 +88,9 @@ class RankProcess:
         # A PermissionError tells that the rest of the group runs as another user (sudo in the script).
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if training_process is not None:
-                os.kill(training_process, number)
+                os.kill(training_process, signum)
             else:
-                os.killpg(self.pid, number)
+                os.killpg(self.pid, signum)
 
     def _training_process(self) -> int | None:
         """Return the number of the process that opened npu_device, or of the rank if it is Python; None for another
@@ -192,7 +192,7 @@ class Supervisor:
     def _run(self) -> None:
         while self._running() and self._stage < _Stage.GIVEN_UP:
             self._wait(self._name_late_ranks())
-            self._look_at_ended()
+            self._check_ended()
         # Ranks that ended may have left children, such as readers of data.
         families = [process for process in self._processes if process.exit and process.reap()]
         unasked: list[RankProcess] = []
@@ -206,7 +206,7 @@ class Supervisor:
             self._wait(time.monotonic() + SWEEP_SECONDS)
             families = [process for process in families if process.reap()]
 
-    def _look_at_ended(self) -> None:
+    def _check_ended(self) -> None:
         ended = exits(self._processes)
         failures = [failure for failure in ended if failure.status not in (0, RESUMABLE)]
         if failures and self._stage < _Stage.FAILED:
@@ -258,9 +258,9 @@ class Supervisor:
             self._enter(_Stage.FAILED, RANKS_NOTICE_SECONDS)
             self._say(f"{stop.why}; stopping the ranks of this node")
 
-    def _on_signal(self, number: int) -> None:
-        name = signal.Signals(number).name
-        is_request = number == self._launch.options.preempt_signal
+    def _on_signal(self, signum: int) -> None:
+        name = signal.Signals(signum).name
+        is_request = signum == self._launch.options.preempt_signal
         self.preempted = is_request and (self.preempted or not self.interrupted)
         self.interrupted = True
         if is_request:
@@ -268,7 +268,7 @@ class Supervisor:
             self._speaker.submit(self._launch.reporter.tell, PREEMPTED)
             self._notify(NodePreempted())
         if self._stage < _Stage.FAILED:
-            self.signal = number
+            self.signal = signum
         if self._stage < _Stage.ASKED:
             seconds = self._launch.options.grace
             if is_request:
@@ -282,7 +282,7 @@ class Supervisor:
                 f"{name}: asking {ranks} to stop within {seconds:g} s; a second signal kills them at once"
             )
             # A rank that still has to finish its step needs its children, such as those that read data.
-            self._ask(number, self._processes, seconds, spares_children=is_request)
+            self._ask(signum, self._processes, seconds, spares_children=is_request)
         elif self.asked_at is not None and time.time() - self.asked_at > SAME_SIGNAL_SECONDS:
             self._kill()
 
@@ -300,7 +300,7 @@ class Supervisor:
 
     def _ask(
         self,
-        number: int,
+        signum: int,
         processes: Sequence[RankProcess],
         seconds: float,
         spares_children: bool = False,
@@ -309,7 +309,7 @@ class Supervisor:
         # The first time is kept: what ended before it has ended by itself.
         self.asked_at = self.asked_at or time.time()
         for process in processes:
-            process.send(number, spares_children)
+            process.send(signum, spares_children)
 
     def _kill(self) -> None:
         self._enter(_Stage.KILLED, KILL_SECONDS)

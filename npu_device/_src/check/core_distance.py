@@ -42,17 +42,17 @@ def core_distance(first: int, second: int) -> float | None:
 def _exchange(own: ctypes.c_uint32, other: ctypes.c_uint32, begins: bool) -> list[float]:
     """Write numbers in turn with the other process; return the nanoseconds of an exchange, several together."""
     durations = []
-    number = 0
+    count = 0
     for _ in range(_TIMED):
         began = time.perf_counter()
         for _ in range(_EXCHANGES):
-            number += 1
+            count += 1
             if begins:
-                own.value = number
-            while other.value != number:
+                own.value = count
+            while other.value != count:
                 pass
             if not begins:
-                own.value = number
+                own.value = count
         durations.append((time.perf_counter() - began) / _EXCHANGES * 1e9)
     return durations
 

@@ -50,8 +50,8 @@ class Facts:
 
     def physical_cores(self) -> list[Core]:
         cores = []
-        for number, cpus, *place in self.layout:
-            cores.append(Core(number, tuple(cpus), *place))
+        for first_cpu, cpus, *place in self.layout:
+            cores.append(Core(first_cpu, tuple(cpus), *place))
         return cores
 
 
@@ -98,8 +98,8 @@ class CheckedJob:
         cores: dict[int, Core] = {}
         for rank in self.hosts[host]:
             for core in self.facts[rank].physical_cores():
-                cpus = {*core.cpus, *cores.setdefault(core.number, core).cpus}
-                cores[core.number] = replace(core, cpus=tuple(sorted(cpus)))
+                cpus = {*core.cpus, *cores.setdefault(core.first_cpu, core).cpus}
+                cores[core.first_cpu] = replace(core, cpus=tuple(sorted(cpus)))
         quota = None
         cpu_time = self.facts[self.hosts[host][0]].quota
         if cpu_time is not None:
@@ -258,7 +258,7 @@ def _crowded(job: CheckedJob, host: str, ranks: Sequence[int]) -> Iterator[str]:
         )
     sets = {rank: job.facts[rank].physical_cores() for rank in ranks}
     cpus = {rank: set(job.facts[rank].cores) for rank in ranks}
-    numbers = {rank: {core.number for core in sets[rank]} for rank in ranks}
+    numbers = {rank: {core.first_cpu for core in sets[rank]} for rank in ranks}
     # Ranks that have the same cores aren't bound.
     pairs = []
     for rank, other in itertools.combinations(ranks, 2):

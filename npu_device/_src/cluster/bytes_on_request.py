@@ -27,9 +27,9 @@ Key = tuple[int, int, int]
 _REQUEST = struct.Struct("<?3q")  # whether bytes are handed over, and their key
 _LENGTH = struct.Struct("<q")
 _NO_BYTES = -1  # a length that stands for None
-_TAKEN = memoryview(b"")
+_ACCEPTED = memoryview(b"")
 _NO_MORE = (0, 0, 0)  # stands for a key at the end of a hand-over, which has no bytes
-_NUMBER = 0x6E70_7501  # that of these connections
+_STREAM_ID = 0x6E70_7501  # marks these connections
 
 
 class Holder(Protocol):
@@ -38,7 +38,7 @@ class Holder(Protocol):
     def answer(self, key: Key) -> Optional[memoryview]:
         """Return the bytes of a key, or None if this rank doesn't have them as they were asked for."""
 
-    def take(self, rank: int, key: Key, content: bytearray) -> bool:
+    def accept(self, rank: int, key: Key, content: bytearray) -> bool:
         """Get bytes from a rank, and return whether this one can use them."""
 
     def all_bytes(self) -> Iterator[tuple[int, Key, memoryview]]:
@@ -55,14 +55,14 @@ class BytesOnRequest:
         self._holder = holder
         self._connections: dict[int, socket.socket] = {}
         self._asking = threading.Lock()
-        # By the first two numbers of each key, the third one and the bytes, which other ranks have handed over.
+        # What other ranks have handed over: by the first two numbers of a key, the third number and the bytes.
         self._handed: dict[tuple[int, int], tuple[int, bytearray]] = {}
         self._ended_ranks: set[int] = set()  # they have handed their bytes over
         self._silent_ranks: set[int] = set()  # they have left and don't answer
         self._is_ending = False
         self._has_ended = threading.Event()
         self._answers_after_end = False  # after its end, until the others have ended
-        peers.serve(_NUMBER, self._serve)
+        peers.serve(_STREAM_ID, self._serve)
 
     def fetch(self, rank: int, keeper: int, key: Key) -> bytearray | memoryview | None:
         """Return the bytes of a key of another rank; None if it doesn't have them. Raises PeerError if the rank can't
@@ -107,7 +107,7 @@ class BytesOnRequest:
             raise ConnectionError("it has left the job")
         try:
             if rank not in self._connections:
-                connection = self._peers.try_to_connect(rank, _NUMBER)
+                connection = self._peers.try_to_connect(rank, _STREAM_ID)
                 connection.settimeout(CHECK_SECONDS)
                 self._connections[rank] = connection
             connection = self._connections[rank]
@@ -124,13 +124,13 @@ class BytesOnRequest:
 
     def _handed_bytes(self, key: Key, content: bytearray | memoryview | None) -> memoryview | None:
         """Return the bytes of a key that another rank has handed over; given others, put them in their place."""
-        number, content_here = self._handed.get(key[:2], (-1, bytearray()))
-        if number != key[2]:
+        version, content_here = self._handed.get(key[:2], (-1, bytearray()))
+        if version != key[2]:
             return None
         if content is None:
             return memoryview(content_here)
-        self._handed[key[:2]] = number, bytearray(content)
-        return _TAKEN
+        self._handed[key[:2]] = version, bytearray(content)
+        return _ACCEPTED
 
     def _send(self, connection: socket.socket, content: memoryview | None) -> None:
         if content is None:
@@ -152,15 +152,15 @@ class BytesOnRequest:
         others have ended, because it is a keeper or its keeper's script has ended, too.
         """
         self._is_ending = True
-        takes_over: dict[int, bool] = {}  # by keeper
+        accepts_by_keeper: dict[int, bool] = {}
         with self._asking:
             for keeper, key, content in self._holder.all_bytes():
                 # One after the other: this rank may have no memory for copies of all.
-                takes = takes_over.get(keeper, keeper != self._cluster.rank)
-                takes_over[keeper] = takes and self._hand_over(keeper, key, content)
-            for keeper, takes in list(takes_over.items()):
-                takes_over[keeper] = takes and self._hand_over(keeper, _NO_MORE, None)
-        keeps = not all(takes_over.values()) or bool(self._ended_ranks)
+                accepts = accepts_by_keeper.get(keeper, keeper != self._cluster.rank)
+                accepts_by_keeper[keeper] = accepts and self._hand_over(keeper, key, content)
+            for keeper, accepts in list(accepts_by_keeper.items()):
+                accepts_by_keeper[keeper] = accepts and self._hand_over(keeper, _NO_MORE, None)
+        keeps = not all(accepts_by_keeper.values()) or bool(self._ended_ranks)
         self._answers_after_end = keeps and not self._health.has_failed
         # Until here this rank answers: one that gets no answer finds the bytes on the keeper.
         self._has_ended.set()
@@ -180,11 +180,11 @@ class BytesOnRequest:
         connection.settimeout(CHECK_SECONDS)
         while True:
             request = self._move_all(connection.recv_into, bytearray(_REQUEST.size))
-            hands_over, *numbers = _REQUEST.unpack(request)
-            key: Any = tuple(numbers)
+            hands_over, *key_numbers = _REQUEST.unpack(request)
+            key: Any = tuple(key_numbers)
             incoming = self._received(connection)
             if hands_over:
-                answer = self._take_over(rank, key, incoming)
+                answer = self._keep_handed(rank, key, incoming)
             else:
                 answer = self._answer(rank, key, incoming)
             self._send(connection, answer)
@@ -201,11 +201,11 @@ class BytesOnRequest:
             if answer is None:
                 answer = self._handed_bytes(key, None)
             return answer
-        if self._holder.take(rank, key, incoming):
-            return _TAKEN
+        if self._holder.accept(rank, key, incoming):
+            return _ACCEPTED
         return self._handed_bytes(key, incoming)
 
-    def _take_over(self, rank: int, key: Key, incoming: bytearray | None) -> memoryview | None:
+    def _keep_handed(self, rank: int, key: Key, incoming: bytearray | None) -> memoryview | None:
         """Keep bytes of a rank that ends, or note that these were all."""
         # Two ranks that end both wait for the others, and nothing has to be sent.
         if self._is_ending:
@@ -214,7 +214,7 @@ class BytesOnRequest:
             self._ended_ranks.add(rank)
         else:
             self._handed[key[:2]] = key[2], incoming
-        return _TAKEN
+        return _ACCEPTED
 
     def _move_all(self, move: Callable[[memoryview], int], content: Any) -> Any:
         """Send bytes, or fill them with what the other rank sends, however long that one takes; return them."""

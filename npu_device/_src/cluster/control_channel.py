@@ -39,7 +39,7 @@ class ControlChannel:
         self._reader = reader
         self._pid = os.getpid()
         self._sending = threading.Lock()
-        self._numbers = itertools.count(1)
+        self._request_ids = itertools.count(1)
         self._waiting: dict[int, Future[Message | None]] = {}
         self._problem: str | None = None
         self._is_closed = False
@@ -104,14 +104,14 @@ class ControlChannel:
         self._socket.close()
 
     def _request(self, do: str, seconds: float, **fields: Any) -> Any:
-        number = next(self._numbers)
+        request_id = next(self._request_ids)
         limit = seconds + MARGIN_SECONDS  # the hub enforces the time itself, unless it is stopped
         reply: Future[Message | None] = Future()
         # The reply is registered before the request is sent, as the answer may come at once.
-        self._waiting[number] = reply
+        self._waiting[request_id] = reply
         answer = None
         try:
-            self._send({"id": number, "do": do, "seconds": seconds, **fields}, limit)
+            self._send({"id": request_id, "do": do, "seconds": seconds, **fields}, limit)
             if self._problem is None:
                 answer = reply.result(limit)
         except concurrent.futures.TimeoutError:
@@ -119,7 +119,7 @@ class ControlChannel:
                 self._problem or _stopped(f"has not answered for {limit:g} s ({do})")
             ) from None
         finally:
-            self._waiting.pop(number, None)
+            self._waiting.pop(request_id, None)
         if answer is None:
             raise PeerError(self._problem or "the hub of the job is gone")
         if "error" in answer:

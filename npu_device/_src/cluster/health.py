@@ -44,7 +44,7 @@ class Health:
     The first failure ends all collectives of this rank:
 
     - A rank raises, is killed, or the hub is gone: the hub's push or the lost channel (``_on_push``, ``_on_lost``).
-    - A rank has left before it joined a collective: ``check``, or ``look_for_missing`` in the stall watch.
+    - A rank has left before it joined a collective: ``check``, or ``stop_if_missing`` in the stall watch.
     - This rank has waited too long, or a function met a mismatch: ``stop``.
 
     Eager calls look at ``check``, transfers in functions at ``require_running``; so do waiting ones, every
@@ -59,7 +59,7 @@ class Health:
         self._failure: str | None = None
         # The ranks whose script has ended, each with the number of transfers that it began in each group.
         self._departed: dict[int, dict[str, int]] = {}
-        self._stoppers: list[Callable[[str], None]] = []
+        self._stop_callbacks: list[Callable[[str], None]] = []
         self.ask = channel.ask
         # Answering functions, by the topic of the question.
         self._answers: dict[str, Callable[[Any], Any]] = {}
@@ -84,13 +84,13 @@ class Health:
     def check(self, group: str, ranks: tuple[int, ...]) -> None:
         """Raise PeerError if a rank has failed, or one of the group has left, which won't join another collective."""
         if self._failure is None and self._departed:
-            number = self.count_transfers().get((group, ranks), 0) + 1
-            text = self._missed((group, ranks), number)
+            count = self.count_transfers().get((group, ranks), 0) + 1
+            text = self._missed((group, ranks), count)
             if text is not None:
                 raise PeerError(text)
         self.require_running()
 
-    def look_for_missing(self, waiting: dict[GroupId, int]) -> None:
+    def stop_if_missing(self, waiting: dict[GroupId, int]) -> None:
         """Stop this rank if it waits in a transfer that a rank which has left should have joined; given the number of
         begun transfers in each group in which it waits.
         """
@@ -116,14 +116,14 @@ class Health:
         if self._abort(text):
             self._gave_up = text
 
-    def on_stop(self, act: Callable[[str], None]) -> None:
+    def on_stop(self, callback: Callable[[str], None]) -> None:
         """Call a function with the error text when the collectives of this rank are stopped."""
         # The lock is that of `_abort`, so that each function is called once: there or here.
         with self._lock:
-            self._stoppers.append(act)
+            self._stop_callbacks.append(callback)
             failure = self._failure
         if failure is not None:
-            act(failure)
+            callback(failure)
 
     def on_question(self, topic: str, answer: Callable[[Any], Any]) -> None:
         """Answer questions on a topic with a function, called in the thread of the channel; it may return a Future."""
@@ -193,11 +193,11 @@ class Health:
             if self._failure is not None:
                 return False
             self._failure = text
-            stoppers = list(self._stoppers)
+            callbacks = list(self._stop_callbacks)
         # After a failure, this rank waits for no other one to finish.
         self._others_have_ended.set()
-        for act in stoppers:
-            act(text)
+        for callback in callbacks:
+            callback(text)
         return True
 
     def _left_text(self, rank: int, issued: int, group: str) -> str:

@@ -62,7 +62,7 @@ class Hub:
 
     def run(self) -> None:
         try:
-            seconds = self._act()
+            seconds = self._run_due()
             while not self._is_done():
                 for key, events in self._selector.select(seconds):
                     if key.data is not None:
@@ -70,14 +70,14 @@ class Hub:
                     # The client may just have been closed.
                     elif key.fileobj in self._clients:
                         self._serve(self._clients[key.fileobj], events)
-                seconds = self._act()
+                seconds = self._run_due()
         except BaseException:
             text = f"the hub of the job (pid {os.getpid()}) failed:\n{traceback.format_exc()}"
             for client in self._rendezvous.arrivals():
                 self._send(client, frames.encode({"push": "end", "text": text}))
             raise
 
-    def _act(self) -> float | None:
+    def _run_due(self) -> float | None:
         """Do what is due, once all that has been received is handled; return the seconds until more is due."""
         time_now = time.monotonic()
         # Clients stand in the order in which they came, and all have the same time, so the first one is due first.
@@ -268,10 +268,10 @@ class Hub:
             if client is not None:
                 self._send(client, frame)
 
-        def later(seconds: float, act: Callable[[], None]) -> None:
-            self._timers.enter(seconds, 0, act)
+        def call_later(seconds: float, callback: Callable[[], None]) -> None:
+            self._timers.enter(seconds, 0, callback)
 
-        self._services = Services(hosts, processes, send_to_rank, later, self._say)
+        self._services = Services(hosts, processes, send_to_rank, call_later, self._say)
         on_loopback = ports.is_loopback(self._listener.getsockname()[0])
         roster = {
             "hosts": hosts,
@@ -302,8 +302,8 @@ def main() -> None:
     settings = json.loads(sys.stdin.buffer.readline())
     os.chdir("/")
     # A scheduler may signal all processes of a job (Slurm). The ranks need the hub until they have ended their step.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(signum, signal.SIG_IGN)
     ports.allow_many_descriptors()
     try:
         listener = ports.listen(settings["listen"], settings["ports"])

@@ -1,4 +1,4 @@
-"""Direct connections between ranks, each with one direction and a number; both prove that they belong to the job."""
+"""Direct connections between ranks, each with one direction and a stream; both prove that they belong to the job."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Peers:
         self._owning = threading.Lock()
         self._arrival = threading.Condition()
         self._arrived: defaultdict[tuple[int, int], deque[socket.socket]] = defaultdict(deque)
-        # By the numbers of connections that aren't accepted, the queues of the threads that serve them.
+        # By stream, for connections that aren't accepted, the queues of the threads that serve them.
         self._served: dict[int, SimpleQueue[tuple[int, socket.socket]]] = {}
         # Replaced, never changed, so that another thread may iterate over it.
         self.owned_connections: frozenset[socket.socket] = frozenset()
@@ -61,8 +61,8 @@ class Peers:
         ports = [self._port_and_token(rank)[0] for rank in range(self._cluster.world_size)]
         return tuple(map(join_address, self._cluster.addresses, ports))
 
-    def serve(self, number: int, act: Callable[[int, socket.socket], None]) -> None:
-        """Let a function serve the connections of other ranks for a number, one of each rank, in a thread, given the
+    def serve(self, stream_id: int, callback: Callable[[int, socket.socket], None]) -> None:
+        """Let a function serve the connections of other ranks for a stream, one of each rank, in a thread, given the
         rank.
         """
         waiting: SimpleQueue[tuple[int, socket.socket]] = SimpleQueue()
@@ -71,13 +71,13 @@ class Peers:
             while True:
                 rank, connection = waiting.get()
                 with contextlib.suppress(Exception), connection:
-                    act(rank, connection)
+                    callback(rank, connection)
 
         # From Python 3.12 on, no thread can be started once the script has ended.
         for _ in range(self._cluster.world_size - 1):
             name = "npu_device-serve"
             threading.Thread(target=serve_one_by_one, name=name, daemon=True).start()
-        self._served[number] = waiting
+        self._served[stream_id] = waiting
         self.open()
 
     def open(self) -> None:
@@ -114,7 +114,7 @@ class Peers:
                 self._endpoints[rank] = int(port), token
         return self._endpoints[rank]
 
-    def connect(self, rank: int, number: int, seconds: float | None = None) -> socket.socket:
+    def connect(self, rank: int, stream_id: int, seconds: float | None = None) -> socket.socket:
         """Return a new connection, which doesn't block, and belongs to the caller; or raise PeerError."""
         until = time.monotonic() + (seconds or environment.HCCL_CONNECT_TIMEOUT.get())
         while True:
@@ -122,7 +122,7 @@ class Peers:
             # Attempts are short, so that news of the other rank is seen between them.
             attempt = min(limits.ATTEMPT_SECONDS, max(limits.ATTEMPT_PAUSE_SECONDS, remaining))
             try:
-                return self.try_to_connect(rank, number, attempt)
+                return self.try_to_connect(rank, stream_id, attempt)
             except AttemptFailedError as error:
                 # If the job has failed, that is the error to raise, not that a rank can't be
                 # reached.
@@ -137,26 +137,28 @@ class Peers:
                 time.sleep(limits.ATTEMPT_PAUSE_SECONDS)
 
     def try_to_connect(
-        self, rank: int, number: int, seconds: float = limits.ATTEMPT_SECONDS
+        self, rank: int, stream_id: int, seconds: float = limits.ATTEMPT_SECONDS
     ) -> socket.socket:
         """Try once to make a connection, as ``connect`` does; AttemptFailedError if the rank doesn't answer."""
         port, token = self._port_and_token(rank)
         host = self._cluster.addresses[rank]
-        said = {"rank": self._cluster.rank, "number": number}
+        said = {"rank": self._cluster.rank, "stream": stream_id}
         timed = reach(host, port, seconds, self._secret + token.encode(), **said)
         return self._owned_by_caller(timed.connection)
 
-    def accept(self, rank: int, number: int, gives_up: Callable[[], bool]) -> socket.socket | None:
-        """Return the next connection that a rank makes with ``connect`` for a number; None if this rank gives up."""
+    def accept(
+        self, rank: int, stream_id: int, gives_up: Callable[[], bool]
+    ) -> socket.socket | None:
+        """Return the next connection that a rank makes with ``connect`` for a stream; None if this rank gives up."""
         with self._arrival:
             while not gives_up():
-                arrived = self._arrived.pop((rank, number), None)
+                arrived = self._arrived.pop((rank, stream_id), None)
                 while arrived:
                     connection = arrived.popleft()
                     # A connection that is over was made for a group that has been destroyed.
                     if not _is_over(connection):
                         if arrived:
-                            self._arrived[rank, number] = arrived
+                            self._arrived[rank, stream_id] = arrived
                         return connection
                     connection.close()
                 self._health.require_running()
@@ -185,16 +187,16 @@ class Peers:
 
     def _admitted(self, timed: TimedConnection, said: Message) -> None:
         rank = int(said["rank"])
-        number = int(said["number"])
+        stream_id = int(said["stream"])
         if not 0 <= rank < self._cluster.world_size:
             raise ValueError("no such rank")
-        if number in self._served:
-            self._served[number].put((rank, self._owned_by_caller(timed.connection)))
+        if stream_id in self._served:
+            self._served[stream_id].put((rank, self._owned_by_caller(timed.connection)))
             return
         with self._arrival:
             if sum(map(len, self._arrived.values())) >= _MOST_UNCLAIMED:
                 raise ValueError("too many connections that nobody has asked for")
-            self._arrived[rank, number].append(self._owned_by_caller(timed.connection))
+            self._arrived[rank, stream_id].append(self._owned_by_caller(timed.connection))
             self._arrival.notify_all()
 
     def _owned_by_caller(self, connection: socket.socket) -> socket.socket:

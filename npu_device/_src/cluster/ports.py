@@ -85,11 +85,11 @@ def listen_on_free(ports: Sequence[int] | None = None, hosts: Sequence[str] = ()
     count = highest - lowest + 1
     # Concurrent processes begin to look at different ports.
     begin = os.getpid() % count
-    for number in range(count):
+    for offset in range(count):
         try:
-            return _bound_at(_interface(hosts), lowest + (begin + number) % count)
+            return _bound_at(_interface(hosts), lowest + (begin + offset) % count)
         except OSError as error:
-            if error.errno != errno.EADDRINUSE or number == count - 1:
+            if error.errno != errno.EADDRINUSE or offset == count - 1:
                 raise
     raise AssertionError("an empty range")
 

@@ -112,7 +112,7 @@ def _start_hub(membership: Membership, search: _HubSearch) -> _Met:
         except PortTakenError:
             # The port is taken by the hub of an earlier process of this rank, or of a second process started as this
             # rank, which every rank must be told of. A hub whose job is ending frees the port soon.
-            met = search.look_once(membership.chief_hosts)
+            met = search.try_each_once(membership.chief_hosts)
             if met is not None:
                 return met
             if search.remaining() <= 0 or (
@@ -172,7 +172,7 @@ class _HubSearch:
         """Try the addresses of the hub in turn until it answers."""
         pause = limits.FIRST_PAUSE_SECONDS
         while True:
-            met = self.look_once(hosts or self._membership.chief_hosts)
+            met = self.try_each_once(hosts or self._membership.chief_hosts)
             if met is not None:
                 return met
             if self.remaining() <= 0:
@@ -181,7 +181,7 @@ class _HubSearch:
             time.sleep(max(0.0, min(pause, self.remaining())))
             pause = min(2 * pause, limits.LONGEST_PAUSE_SECONDS)
 
-    def look_once(self, hosts: Iterable[str]) -> _Met | None:
+    def try_each_once(self, hosts: Iterable[str]) -> _Met | None:
         """Try each address once; return None if the hub of this job is at none of them."""
         port = self._membership.chief_port
         for host in hosts:

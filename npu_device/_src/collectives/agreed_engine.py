@@ -99,7 +99,7 @@ class AgreedEngine:
             lists = [segments[position] for position in positions]
             owners_there = [owners[position] for position in positions]
             engine = self._engine_of_owners(lists[0][0].dtype)
-            terms = self._take_terms()
+            terms = self._next_terms()
             reduced = engine.reduce_to_owners(
                 lists, owners_there, reduction, self.group, signature.wire, terms
             )
@@ -118,7 +118,7 @@ class AgreedEngine:
         # Tensors of all dtypes travel as bytes, by the engine for integers; see ``broadcast``.
         if self.job.engines.has_owners(self.group, tf.int32):
             engine = self._engine_of_owners(tf.int32)
-            return engine.broadcast_from_owners(tensors, owners, self.group, self._take_terms())
+            return engine.broadcast_from_owners(tensors, owners, self.group, self._next_terms())
         # TensorFlow's engine sends the tensors of one owner after the other.
         received = list(tensors)
         for owner in sorted(set(owners)):
@@ -194,11 +194,11 @@ class AgreedEngine:
 
     def send(self, tensor: tf.Tensor) -> tf.Tensor:
         """Send to the other rank of a pair; return a tensor that is ready once the other rank has received."""
-        return self.job.engines.pairs.send(tensor, self.group, self._take_terms())
+        return self.job.engines.pairs.send(tensor, self.group, self._next_terms())
 
     def receive(self, spec: tf.TensorSpec) -> tf.Tensor:
         """Return the tensor that the other rank of a pair sends."""
-        return self.job.engines.pairs.receive(spec, self.group, self._take_terms())
+        return self.job.engines.pairs.receive(spec, self.group, self._next_terms())
 
     def row_length(self, dtype: tf.DType, longest: tf.Tensor) -> tf.Tensor:
         """Return to how many elements rows of different lengths are padded, given the longest; the same on every rank.
@@ -212,7 +212,7 @@ class AgreedEngine:
 
     def compare(self) -> Sequence[tf.Tensor]:
         """Compare the terms by themselves; return tensors that are ready once all ranks agree."""
-        return _comparing(self.job, self.group).exchange_terms(self.group, self._take_terms())
+        return _comparing(self.job, self.group).exchange_terms(self.group, self._next_terms())
 
     def _engine(self, dtype: tf.DType) -> Engine:
         return self.job.engines.engine_for_reduction(self.group, dtype)
@@ -224,7 +224,7 @@ class AgreedEngine:
         """Return ``move(engine, terms)``, with the engine of messages instead if the data travel in the message that
         compares the call.
         """
-        terms = self._take_terms()
+        terms = self._next_terms()
         messages = self.job.engines.messages
         if self._in_message is False:
             return move(engine, terms)
@@ -243,7 +243,7 @@ class AgreedEngine:
         """
         return AgreedEngine(self.job, self.group)
 
-    def _take_terms(self) -> Terms:
+    def _next_terms(self) -> Terms:
         # Later transfers carry which call they belong to, and no shapes of the graph.
         terms = self.terms or self._later_terms
         self.terms = None

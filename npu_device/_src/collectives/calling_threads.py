@@ -31,12 +31,12 @@ from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.thread_work import (
     Place,
     Work,
+    digest_of_variables,
     is_at,
     is_at_work,
     is_clear,
     is_foreign,
     is_pooled,
-    number_of_variables,
     own_name,
     place_of,
     work_of,
@@ -56,14 +56,14 @@ class _Caller:
     Attributes:
         places: by group, where in the script it has called a function of it last, if not eagerly.
         compared: the groups in which the ranks have compared what the thread does.
-        number: how many threads of its name had called in the group, with it, when it called there first.
+        ordinal: how many threads of its name had called in the group, with it, when it called there first.
         mixed_up: the groups in which the ranks could take it for another living thread of its name.
     """
 
     work: Optional[Work]
     places: dict[int, Optional[Place]] = field(default_factory=dict)
     compared: set[int] = field(default_factory=set)
-    number: int = 0
+    ordinal: int = 0
     mixed_up: set[int] = field(default_factory=set)
 
 
@@ -216,7 +216,7 @@ class CallingThreads:
                 if len(self._numbers_of_callers) >= _MOST_COUNTED:
                     self._forget_ended()
                 self._numbers_of_callers[own_name(thread), group.key] += 1
-                own_caller.number = self._numbers_of_callers[own_name(thread), group.key]
+                own_caller.ordinal = self._numbers_of_callers[own_name(thread), group.key]
             own_caller.places[group.key] = place
             return own_caller
 
@@ -238,12 +238,12 @@ class CallingThreads:
         it for another one.
         """
         name = own_name(thread)
-        number = own_caller.number
+        ordinal = own_caller.ordinal
 
         def has_company() -> bool:
-            return self._numbers_of_callers[name, group.key] != number
+            return self._numbers_of_callers[name, group.key] != ordinal
 
-        row = [work.number, number_of_variables(thread), int(work.is_told), _place_of(thread)]
+        row = [work.digest, digest_of_variables(thread), int(work.is_told), _place_of(thread)]
         # The exchange is itself a call in the group, which compares the thread.
         own_caller.compared.add(group.key)
         try:
@@ -275,12 +275,12 @@ class CallingThreads:
         The arguments of a single thread may differ, too. So another thread proves it, which may not have been started
         yet.
         """
-        elsewhere = {row[0] for row in rows if row[0] != work.number}
+        elsewhere = {row[0] for row in rows if row[0] != work.digest}
         end = time.monotonic() + THREAD_ORDER_SECONDS
         while True:
             works = [*map(work_of, _namesakes(thread))]
             if has_company() or any(
-                twin_work and twin_work.number in elsewhere for twin_work in works
+                twin_work and twin_work.digest in elsewhere for twin_work in works
             ):
                 return True
             is_silent = bool(self._silent(thread, work))
@@ -297,7 +297,7 @@ class CallingThreads:
         """
         end = time.monotonic() + THREAD_SILENT_SECONDS
         while any(
-            twin_work is None or twin_work.number == work.number
+            twin_work is None or twin_work.digest == work.digest
             for twin_work in self._silent(thread, work)
         ):
             if time.monotonic() > end:

@@ -20,7 +20,7 @@ import tensorflow as tf
 from npu_device._src import compat
 
 _Call = TypeVar("_Call")
-_numbers = itertools.count()
+_ids = itertools.count()
 
 # The graph being built: that of a session, or that of a ``tf.function``.
 
@@ -109,13 +109,13 @@ def origin(tensor: tf.Tensor) -> tf.Tensor:
 # ``tf.numpy_function`` keeps the Python function, and with it 2 to 7 KB, for as long as the process lives: it hangs it
 # on the outermost graph, which for a ``tf.function`` is the process's default graph (TensorFlow 2.20,
 # ``script_ops._internal_py_func``). A script that retraces would grow forever. Here all calls share one such function,
-# which finds the one to run by a number, and the number is an eager tensor that the graph captures: whatever can run
+# which finds the one to run by an id, and the id is an eager tensor that the graph captures: whatever can run
 # the graph holds the tensor, and when the tensor goes, so does the function. A weak reference to the graph would go too
 # early: another graph may have inlined it. Can go when ``tf.numpy_function`` releases the function with the graph.
 _FEWEST_CAPTURED_ELEMENTS = (
     129  # TensorFlow copies smaller tensors (``capture_container._EAGER_CONST_THRESHOLD``)
 )
-functions_by_number: dict[int, Callable] = {}
+functions_by_id: dict[int, Callable] = {}
 
 
 def python_call(function: Callable, inputs: Sequence[tf.Tensor], dtypes: Sequence[tf.DType]) -> Any:
@@ -123,12 +123,12 @@ def python_call(function: Callable, inputs: Sequence[tf.Tensor], dtypes: Sequenc
     return the results as a list, or the operation if there are none. The function returns an array for each dtype, and
     must not refer to tensors of the graph.
     """
-    number = next(_numbers)
+    function_id = next(_ids)
     with tf.init_scope(), tf.device("CPU:0"):
         # Filled, not constant, for the reason that ``compat.to_tensor`` tells.
-        captured = tf.fill([_FEWEST_CAPTURED_ELEMENTS], np.int64(number))
-    functions_by_number[number] = function
-    weakref.finalize(captured, functions_by_number.pop, number, None)
+        captured = tf.fill([_FEWEST_CAPTURED_ELEMENTS], np.int64(function_id))
+    functions_by_id[function_id] = function
+    weakref.finalize(captured, functions_by_id.pop, function_id, None)
     # In nested functions a capture has to pass through each graph in between.
     inputs = [compat.through_outer_graphs(captured), *inputs]
     return tf.raw_ops.PyFuncStateless(input=inputs, token=_registered()[0], Tout=list(dtypes))
@@ -180,15 +180,15 @@ def call_now(
     return list(results)
 
 
-def _call_by_number(captured: Any, *arrays: Any) -> Any:
-    return functions_by_number[int(captured[0])](*arrays)
+def _call_by_id(captured: Any, *arrays: Any) -> Any:
+    return functions_by_id[int(captured[0])](*arrays)
 
 
 @functools.cache
 def _registered() -> tuple[bytes, tf.Graph]:
-    """Return TensorFlow's name of ``_call_by_number``, and the graph with which it would forget that."""
+    """Return TensorFlow's name of ``_call_by_id``, and the graph with which it would forget that."""
     with tf.Graph().as_default() as graph:
-        called = tf.numpy_function(_call_by_number, [tf.constant([0])], [], name="call")
+        called = tf.numpy_function(_call_by_id, [tf.constant([0])], [], name="call")
     return called.get_attr("token"), graph
 
 
@@ -276,19 +276,19 @@ def differentiable(
         return copies
     graph = tf.compat.v1.get_default_graph()
     count = len(results)
-    number = next(_numbers)
+    gradient_id = next(_ids)
 
     def gradients(*upstream: Any) -> list:
         """Return the gradients of the results, which have none, and of the inputs."""
         # The results are inputs of the identity as well, and get no gradient from it.
         return [None] * count + list(backward(*_dense(upstream[:count])))
 
-    _gradients[number] = gradients
+    _gradients[gradient_id] = gradients
     # The functions hang on the graph, not in a table: if they refer to its tensors, both go together.
     setattr(graph, _GRADIENTS_ATTRIBUTE, [*getattr(graph, _GRADIENTS_ATTRIBUTE, []), gradients])
     arguments = [*results, *tensors]
     with graph.gradient_override_map({"IdentityN": _GRADIENT}):
-        copies = tf.identity_n(arguments, name=f"{_GRADIENT}_{number}")
+        copies = tf.identity_n(arguments, name=f"{_GRADIENT}_{gradient_id}")
     compat.record_operation(_GRADIENT, copies, arguments, gradients)
     return list(copies[:count])
 

@@ -57,8 +57,8 @@ class Group:
         return replace(self, name=f"{self.name}/{self.tag}", tag=None)
 
     @property
-    def number(self) -> int:
-        """Return a number of the group, the same on every member: 64 bits."""
+    def digest(self) -> int:
+        """Return 64 bits that identify the group, the same on every member."""
         # ``surrogatepass``: a name may hold bytes of the command line that aren't UTF-8.
         identity = repr((self.name, self.ranks)).encode(errors="surrogatepass")
         return int.from_bytes(hashlib.blake2b(identity, digest_size=8).digest(), "little")
@@ -71,7 +71,7 @@ class Group:
         if self.name == WORLD_GROUP:
             return _WORLD_KEY
         # Keys of other groups begin after those of the group of all ranks.
-        return 2 * (self.number % (1 << 29)) + 2 * _WORLD_KEY
+        return 2 * (self.digest % (1 << 29)) + 2 * _WORLD_KEY
 
 
 def counts_of(group: Group) -> tuple[int, ...]:

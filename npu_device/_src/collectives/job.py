@@ -109,8 +109,8 @@ class Job(EngineContext):
         # Parts end in reverse order, since a later part may use an earlier one.
         for part_type in reversed(list(self._parts)):
             self.end(part_type)
-        for act in self.before_leaving:
-            act(self)
+        for callback in self.before_leaving:
+            callback(self)
         # Delivered last, as closing the parts may still send data.
         self.peers.deliver()
 
@@ -185,16 +185,16 @@ def close() -> None:
         job.leave()
 
 
-def on_exit(act: Callable[[], None]) -> None:
+def on_exit(callback: Callable[[], None]) -> None:
     """Call a function when this process exits, after it has left the job; not in a forked child."""
     # The child of a fork inherits the list, and mustn't end what the parent still uses.
     pid = os.getpid()
 
-    def act_in_this_process() -> None:
+    def call_in_this_process() -> None:
         if os.getpid() == pid:
-            act()
+            callback()
 
-    _at_exit.append(act_in_this_process)
+    _at_exit.append(call_in_this_process)
 
 
 def _exit() -> None:
@@ -202,5 +202,5 @@ def _exit() -> None:
     # Keras leaves iterators over Python code to the garbage. When such an iterator is freed, it waits for its thread,
     # which never returns while Python shuts down.
     gc.collect()
-    for act in _at_exit:
-        act()
+    for callback in _at_exit:
+        callback()

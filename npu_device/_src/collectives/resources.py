@@ -110,10 +110,10 @@ def choose_device(cluster: Cluster) -> Device:
         )
     if len(gpus) > 1:
         tf.config.set_visible_devices([gpu], "GPU")
-    number = int(gpu.name.rsplit(":", 1)[1])
-    name = gpu_choice.name_of(cuda, number)
+    index = int(gpu.name.rsplit(":", 1)[1])
+    name = gpu_choice.name_of(cuda, index)
     # AMD's GPUs have a different driver, and are known by their number.
-    model, unit, chip = identity(number) or ("", name, name)
+    model, unit, chip = identity(index) or ("", name, name)
     return Device(name, model, unit, chip, compat.has_nccl())
 
 

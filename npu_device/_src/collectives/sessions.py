@@ -82,13 +82,13 @@ class SessionCollectives:
         # The collective may be added in a branch, but counts for the graph of the session.
         with tf.init_scope():
             graph = tf.compat.v1.get_default_graph()
-        counter = self._counts.setdefault(graph, Counter())
-        counter[group] += 1
-        # The number is the same on each rank, as scripts build the same graph.
-        number = counter[group]
+        counts = self._counts.setdefault(graph, Counter())
+        counts[group] += 1
+        # The position is the same on each rank, as scripts build the same graph.
+        position = counts[group]
 
         def in_order(*arrays: np.ndarray) -> list[np.ndarray]:
-            return queue.run(number, collective.call, arrays, collective.run)
+            return queue.run(position, collective.call, arrays, collective.run)
 
         results = call_python(in_order, collective.inputs, collective.specs)
         return differentiable(results, collective.gradient, collective.inputs)
@@ -136,7 +136,7 @@ class SessionQueue:
         self._from_first = from_first
         self._changed = threading.Condition()
         self._closed = False
-        # Executions whose inputs are ready, by the number of the collective in its graph.
+        # Executions whose inputs are ready, by the position of the collective in its graph.
         self._queues: dict[int, deque[_Queued]] = {}
         threading.Thread(
             target=self._run, name=f"npu_device-session-{group.name}", daemon=True
@@ -144,7 +144,7 @@ class SessionQueue:
 
     def run(
         self,
-        number: int,
+        position: int,
         call: Call,
         values: Sequence[np.ndarray],
         function: Callable[..., Tensors],
@@ -155,7 +155,7 @@ class SessionQueue:
             if self._closed:
                 raise self._destroyed()
             # A session may run in several threads, so that several executions of one operation wait.
-            self._queues.setdefault(number, deque()).append(queued)
+            self._queues.setdefault(position, deque()).append(queued)
             self._changed.notify_all()
         return queued.result.result()
 
@@ -174,30 +174,30 @@ class SessionQueue:
                     return
                 try:
                     # No lock is held here: while a collective runs, others are queued.
-                    for number in self._order():
-                        self._next(number).run()
+                    for position in self._order():
+                        self._next(position).run()
                 except Exception as error:
                     self._refuse(error)
 
     def _order(self) -> list[int]:
-        """Return the numbers that wait on the first rank of the group."""
+        """Return the positions that wait on the first rank of the group."""
         with self._changed:
-            numbers = list(self._queues)[:_SENT_AT_ONCE]
-            line = self._queues[numbers[0]][0].call.line
+            positions = list(self._queues)[:_SENT_AT_ONCE]
+            line = self._queues[positions[0]][0].call.line
         if self._group.size == 1:
-            return numbers
+            return positions
         # All members send the same number of entries, since each has others in its queue.
-        padded = tf.constant(numbers + [_NOTHING] * (_SENT_AT_ONCE - len(numbers)))
+        padded = tf.constant(positions + [_NOTHING] * (_SENT_AT_ONCE - len(positions)))
         call = Call("session.run", (), (), (), (), line, calling_thread())
         sent = self._from_first(self._group, call, padded)
-        return [number for number in sent.numpy().tolist() if number != _NOTHING]
+        return [position for position in sent.numpy().tolist() if position != _NOTHING]
 
-    def _next(self, number: int) -> _Queued:
-        """Return the oldest entry that waits under a number, as soon as there is one."""
+    def _next(self, position: int) -> _Queued:
+        """Return the oldest entry that waits at a position, as soon as there is one."""
         held = self._held
         with self._changed:
             try:
-                while number not in self._queues:
+                while position not in self._queues:
                     if not self._changed.wait(QUEUE_CHECK_SECONDS):
                         self._health.check(self._group.name, self._group.ranks)
                     # If anything else waits, a session.run waits here; if not, the rank is busy elsewhere.
@@ -205,10 +205,10 @@ class SessionQueue:
                     held[self._group] = next(waiting, None)
             finally:
                 held.pop(self._group, None)
-            queue = self._queues[number]
+            queue = self._queues[position]
             execution = queue.popleft()
             if not queue:
-                del self._queues[number]
+                del self._queues[position]
             return execution
 
     def _destroyed(self) -> Exception:
@@ -318,7 +318,7 @@ class SessionSteps:
                 dtype=tf.int64, shape=[3], shared_name=f"npu_device {name}"
             )
 
-    def look(
+    def call_when_due(
         self, function: Callable[..., int], inputs: Callable[[], Sequence[tf.Tensor]]
     ) -> tf.Tensor:
         """Return a tensor that is there when a function has been called, if it is time.
@@ -333,7 +333,7 @@ class SessionSteps:
             next_look = function(session, steps, *arrays)
             return [np.array([session, steps, next_look], np.int64)]
 
-        def look_now() -> tf.Tensor:
+        def add_call() -> tf.Tensor:
             [state] = call_python(call, [earlier, *inputs()], [tf.TensorSpec([3], tf.int64)])
             with tf.control_dependencies(
                 [tf.raw_ops.AssignVariableOp(resource=self._state, value=state)]
@@ -345,7 +345,7 @@ class SessionSteps:
             lambda: tf.raw_ops.ReadVariableOp(resource=self._state, dtype=tf.int64),
             lambda: tf.zeros([3], tf.int64),
         )
-        return tf.cond(earlier[1] >= earlier[2], look_now, lambda: tf.identity(earlier))
+        return tf.cond(earlier[1] >= earlier[2], add_call, lambda: tf.identity(earlier))
 
     def counted(self, looked: tf.Tensor, result: tf.Tensor) -> tf.Tensor:
         """Return a result of the step of that look, with which the step is over.

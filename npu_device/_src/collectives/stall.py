@@ -66,7 +66,7 @@ class StallWatch:
             weakref.WeakKeyDictionary()
         )
         while not self._health.is_over:
-            self._health.look_for_missing(self._counts.waiting())
+            self._health.stop_if_missing(self._counts.waiting())
             for group, count in self._counts.of_all():
                 position = self._position(group)
                 started, began, warned = since.get(count, (-1, 0.0, False))

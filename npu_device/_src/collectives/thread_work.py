@@ -148,13 +148,13 @@ class Work:
     Attributes:
         identity: the same for the same work in this process. A thread of a pool has one after the other.
         function: the name of what it runs, the same on all ranks.
-        number: of function and arguments, as far as they can be compared: equal for equal ones, on all ranks.
+        digest: of function and arguments, as far as they can be compared: equal for equal ones, on all ranks.
         is_told: whether the arguments tell threads of one function apart, or there are none.
     """
 
     identity: Hashable
     function: str = field(compare=False)
-    number: int = field(compare=False)
+    digest: int = field(compare=False)
     is_told: bool = field(compare=False)
 
 
@@ -188,25 +188,25 @@ def work_of(thread: threading.Thread) -> Work | None:
 def _described(identity: Hashable, function: Any, arguments: Sequence) -> Work:
     words = [*_words(list(arguments))]
     is_told = not arguments or any(is_distinctive for _, is_distinctive in words)
-    number = _number([*_texts(function), *(text for text, _ in words)])
-    return Work(identity, _name_of(function), number, is_told)
+    digest = _digest([*_texts(function), *(text for text, _ in words)])
+    return Work(identity, _name_of(function), digest, is_told)
 
 
-def number_of_variables(thread: threading.Thread) -> int:
-    """Return a number of the plain variables of the script's functions that the calling thread is in, such as what it
+def digest_of_variables(thread: threading.Thread) -> int:
+    """Return a digest of the plain variables of the script's functions that the calling thread is in, such as what it
     has got from a queue.
     """
     plain = []
     for frame in _frames_of_script(thread):
         names = _names_in(frame)
         plain.append({name: names[name] for name in names if type(names[name]) in _PLAIN})
-    return _number(_texts(plain))
+    return _digest(_texts(plain))
 
 
-def _number(texts: Iterable[str]) -> int:
-    """Return a number of texts that fits into an int64."""
+def _digest(texts: Iterable[str]) -> int:
+    """Return a digest of texts that fits into an int64."""
     digest = hashlib.blake2b("\n".join(texts).encode(errors="replace"), digest_size=8).digest()
-    # One bit is dropped, so that the number fits into a signed integer of 64 bits.
+    # One bit is dropped, so that the digest fits into a signed integer of 64 bits.
     return int.from_bytes(digest, "little") >> 1
 
 
@@ -313,8 +313,8 @@ def _work_in_pool(thread: threading.Thread) -> Work | None:
         return None
     # A tuple is the work of ``multiprocessing.pool``.
     if isinstance(pool_item, tuple):
-        job, number, function, arguments, keywords = pool_item
-        identity: Hashable = (job, number)
+        job, index, function, arguments, keywords = pool_item
+        identity: Hashable = (job, index)
         if getattr(function, "__module__", None) in _POOLS and arguments:
             # The pool's ``map`` wraps the function of the script in one of its own.
             [(function, *arguments)] = arguments

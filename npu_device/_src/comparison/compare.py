@@ -217,18 +217,18 @@ def compare(single: Record, perturbed: Record, rank: Record) -> list[Deviation]:
     """
     deviations = []
     records = Triple(single, perturbed, rank)
-    for number, steps in enumerate(zip(*(record.steps for record in records)), start=1):
+    for step_number, steps in enumerate(zip(*(record.steps for record in records)), start=1):
         step = steps[0]
         trained = step.trained
         tolerance = _tolerance(single, step)
         gradients = Triple(*(recorded.gradients for recorded in steps))
         changes = _changes(gradients)
         allowed = tolerance + _rounding_of_most(changes, tolerance)
-        deviations += _deviations(number, GRADIENT, step.trained_names, gradients, allowed)
-        updates = Triple(*(record.update(number - 1) for record in records))
-        deviations += _deviations_of_updates(number, step, updates, changes, tolerance)
+        deviations += _deviations(step_number, GRADIENT, step.trained_names, gradients, allowed)
+        updates = Triple(*(record.update(step_number - 1) for record in records))
+        deviations += _deviations_of_updates(step_number, step, updates, changes, tolerance)
         states = Triple(*(recorded.weights[trained:] for recorded in steps))
-        deviations += _deviations(number, STATE, step.names[trained:], states, tolerance)
+        deviations += _deviations(step_number, STATE, step.names[trained:], states, tolerance)
     return deviations
 
 
@@ -262,7 +262,7 @@ def is_repeated(record: Record, step: RecordedStep, repeat: RecordedStep) -> boo
 
 
 def _deviations_of_updates(
-    number: int,
+    step_number: int,
     step: RecordedStep,
     updates: Triple,
     gradient_changes: np.ndarray,
@@ -273,11 +273,11 @@ def _deviations_of_updates(
     tolerances += _rounding_of_most(_changes(updates), tolerance)
     # An update is what is left when rounded weights are subtracted.
     absolute = _ROUNDINGS * np.linalg.norm(step.weights[: step.trained], axis=1)
-    return _deviations(number, UPDATE, step.trained_names, updates, tolerances, absolute)
+    return _deviations(step_number, UPDATE, step.trained_names, updates, tolerances, absolute)
 
 
 def _deviations(
-    number: int,
+    step_number: int,
     quantity: str,
     names: Sequence[str],
     arrays: Triple,
@@ -299,7 +299,7 @@ def _deviations(
     deviations = []
     for name, relative, distance, *tensors in zip(names, tolerances, absolutes, *arrays):
         tensor = Triple(*tensors)
-        deviations += deviation(number, quantity, name, tensor, relative, floor, distance)
+        deviations += deviation(step_number, quantity, name, tensor, relative, floor, distance)
     return deviations
 
 

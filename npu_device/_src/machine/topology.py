@@ -24,13 +24,13 @@ class Core:
     """A physical core, and where it is.
 
     Attributes:
-        number: of its first hardware thread.
+        first_cpu: its first hardware thread.
         cpus: numbers of its threads, those that this process may use.
         socket, numa: numbers of its processor and of its memory.
         l3cache: the first CPU of those that share its last-level cache, or -1.
     """
 
-    number: int
+    first_cpu: int
     cpus: tuple[int, ...]
     socket: int
     numa: int
@@ -93,9 +93,9 @@ def read_machine(root: Path = Path("/"), cpus: Collection[int] | None = None) ->
         threads = tuple(sibling for sibling in siblings if sibling in cpus)
         # Some virtual machines and ARM systems give -1 for an unknown socket.
         socket = max(0, _number(folder / "topology/physical_package_id"))
-        number = siblings[0]
+        first_cpu = siblings[0]
         numa_node = numa_nodes.get(cpu, 0)
-        cores[number] = Core(number, threads, socket, numa_node, _l3cache(folder))
+        cores[first_cpu] = Core(first_cpu, threads, socket, numa_node, _l3cache(folder))
     ordered_cores = sorted(cores.values(), key=attrgetter("socket", "numa", "l3cache"))
     return Machine(tuple(ordered_cores), read_quota(root))
 

@@ -123,14 +123,14 @@ class _Unpickler(pickle.Unpickler):
         super().__init__(io.BytesIO(pickled))
         self._arrays = arrays
 
-    def persistent_load(self, number: int) -> np.ndarray:
+    def persistent_load(self, index: int) -> np.ndarray:
         """Return a large array."""
-        return self._arrays[number]
+        return self._arrays[index]
 
 
 def _culprit(function: Callable, arguments: tuple) -> tuple[str, str]:
     """Return the name of the variable that can't be sent, and the name of its class."""
-    used = [(f"argument {number}", one) for number, one in enumerate(arguments, 1)]
+    used = [(f"argument {position}", argument) for position, argument in enumerate(arguments, 1)]
     found = next((pair for pair in used if not _can_be_sent(pair[1])), None)
     name, value = found or ("the function", function)
     seen = set()

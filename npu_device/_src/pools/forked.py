@@ -54,9 +54,9 @@ class ForkedProcess:
     def __init__(
         self, arguments: list[str], environment: dict[str, str], temporary: str | None = None
     ) -> None:
-        number = next(_numbers)
-        self._output = Path(_directory().name) / f"{number}.log"
-        self._status = Path(_directory().name) / f"{number}.status"
+        process_id = next(_numbers)
+        self._output = Path(_directory().name) / f"{process_id}.log"
+        self._status = Path(_directory().name) / f"{process_id}.status"
         self.name = " ".join(arguments)
         order = {
             "arguments": arguments,
@@ -134,11 +134,11 @@ class ForkedProcess:
             time.sleep(SWEEP_SECONDS)
         return code
 
-    def send_signal(self, number: signal.Signals) -> None:
+    def send_signal(self, signum: signal.Signals) -> None:
         if self.poll() is None:
             # The process may end between the look at its status and the signal.
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, number)
+                os.kill(self.pid, signum)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
@@ -170,12 +170,12 @@ def end_all(processes: Sequence, seconds: float) -> list[int]:
     """Wait for processes, and kill those that run longer; return which."""
     deadline = time.monotonic() + seconds
     late = []
-    for number, process in enumerate(processes):
+    for index, process in enumerate(processes):
         try:
             # Each gets some time, also the last one.
             process.wait(max(0.1, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            late.append(number)
+            late.append(index)
             process.kill()
             process.wait()
     return late

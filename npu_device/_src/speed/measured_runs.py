@@ -31,8 +31,8 @@ from npu_device._src.speed.timed_process import (
     Setup,
     TimedProcess,
     finish,
+    keep_report,
     load_times,
-    take_report,
 )
 from npu_device._src.verify.forking import (
     ForkingProcess,
@@ -81,18 +81,18 @@ class _SpeedProcess(ForkingProcess):
         least = self.current.rounds
         minutes = least * sum(self._seconds_of_run.values()) / 60
         self._say(f"{counted(least, 'round')}: about {minutes:.1f} min")
-        for number in itertools.count(1):
+        for round_number in itertools.count(1):
             # Setups are left out from the end, since too few rounds decide nothing.
             while len(self._setups) > 2 and not self._has_time_for(
-                self._setups * (least + 1 - number)
+                self._setups * (least + 1 - round_number)
             ):
                 self._leave_out(self._setups[-1], _NO_TIME)
             is_settled = all(speedup.is_settled for speedup in self._measured.speedups[1:])
-            if not self._has_time_for(self._setups) or (number > least and is_settled):
+            if not self._has_time_for(self._setups) or (round_number > least and is_settled):
                 return
             # A run may leave its number of ranks out.
             for setup in list(self._setups):
-                yield from self._run(setup, str(number))
+                yield from self._run(setup, str(round_number))
 
     def redirect_output(self, process: PlannedProcess) -> None:
         # On other hosts, npurun takes what ranks print.
@@ -155,7 +155,7 @@ class _SpeedProcess(ForkingProcess):
         limit.start()
         with (first.folder / LOG).open("w") as log:
             for line in npurun.stdout:
-                if not take_report(first, line):
+                if not keep_report(first, line):
                     log.write(line)
                 # A rank that is done goes on training, so that the others aren't disturbed.
                 elif are_done(self._processes):
@@ -165,7 +165,7 @@ class _SpeedProcess(ForkingProcess):
         if are_done(self._processes) or time.monotonic() > self._deadline:
             self._keep_run()
         else:
-            self._look_at_end(first, code)
+            self._on_early_end(first, code)
 
     def _has_time_for(self, setups: Sequence[Setup]) -> bool:
         """Return True if runs of these numbers of ranks probably end in time."""
@@ -188,14 +188,14 @@ class _SpeedProcess(ForkingProcess):
                 continue
             process, code = end
             if code or load_times(process) is None:
-                self._look_at_end(process, code)
+                self._on_early_end(process, code)
                 return
             # The process has ended after its last step, while the others may still write down theirs.
             (process.folder / DONE).touch()
             deadline = min(deadline, time.monotonic() + OTHERS_FAIL_SECONDS)
         self._keep_run()
 
-    def _look_at_end(self, process: PlannedProcess, code: int) -> None:
+    def _on_early_end(self, process: PlannedProcess, code: int) -> None:
         """Leave out a number of ranks if fewer may work; any other end without times is a problem."""
         reason = ""
         if INDIVISIBLE in output_of(process):

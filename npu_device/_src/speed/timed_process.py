@@ -155,7 +155,7 @@ def finish(process: TimedProcess) -> None:
         os.write(1, f"\n{_MARK}{json.dumps(files)}\n".encode())
 
 
-def take_report(process: PlannedProcess, line: str) -> bool:
+def keep_report(process: PlannedProcess, line: str) -> bool:
     """Keep the files that a rank on a host has printed; return False for any other line."""
     _, mark, text = line.partition(_MARK)
     files = json.loads(text or "{}")

@@ -152,11 +152,11 @@ def _deviations(reference: _Training, noisy: _Training, training: _Training) -> 
     trainings = (reference, noisy, training)
     for attribute in ("logs", "weights"):
         epochs = zip(*(getattr(training, attribute) for training in trainings))
-        for number, epoch in enumerate(epochs, start=1):
+        for epoch_number, epoch in enumerate(epochs, start=1):
             deviations = []
             for name in epoch[0]:
                 tensor = Triple(*(np.atleast_1d(variables[name]) for variables in epoch))
-                deviations += deviation(number, attribute, name, tensor)
+                deviations += deviation(epoch_number, attribute, name, tensor)
             lines += map(_line, deviations)
             # Later epochs follow from the first that deviates.
             if deviations:

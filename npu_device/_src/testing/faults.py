@@ -97,8 +97,8 @@ class Armed:
     def reached(self, rank: int, step: int) -> None:
         # A file outlives the rank that writes it.
         (self._directory / f"rank{rank}").write_text(str(step))
-        for number, fault in enumerate(self._faults):
-            mark = self._directory / f"fault{number}"
+        for index, fault in enumerate(self._faults):
+            mark = self._directory / f"fault{index}"
             if fault.rank == rank and step >= fault.step and not mark.exists():
                 # Marked before it happens: the rank may not survive it, and must not repeat it after a restart.
                 mark.touch()
@@ -106,8 +106,8 @@ class Armed:
 
     def require_all(self) -> None:
         lines = []
-        for number, fault in enumerate(self._faults):
-            if (self._directory / f"fault{number}").exists():
+        for index, fault in enumerate(self._faults):
+            if (self._directory / f"fault{index}").exists():
                 continue
             # A rank may have ended before it came to its first step.
             progress = "has called faults.step_done never"

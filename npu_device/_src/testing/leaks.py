@@ -75,12 +75,12 @@ def _descriptors() -> Descriptions:
     descriptors = {}
     # TensorFlow 2.15 keeps this file open from when it makes its devices; 2.20 doesn't.
     kept_by_tensorflow = f"/proc/{os.getpid()}/cmdline"
-    for number in os.listdir("/proc/self/fd"):
+    for descriptor in os.listdir("/proc/self/fd"):
         # The listing's own descriptor is closed by now.
         with contextlib.suppress(OSError):
-            path = os.readlink(f"/proc/self/fd/{number}")
+            path = os.readlink(f"/proc/self/fd/{descriptor}")
             if path != kept_by_tensorflow:
-                descriptors[int(number)] = path
+                descriptors[int(descriptor)] = path
     return descriptors
 
 
@@ -93,7 +93,7 @@ def children_of(pid: int | str) -> Descriptions:
         for task in os.listdir(f"/proc/{pid}/task"):
             # A thread or a child may have just ended.
             with contextlib.suppress(OSError):
-                for number in Path(f"/proc/{pid}/task/{task}/children").read_text().split():
-                    command = Path(f"/proc/{number}/cmdline").read_text(errors="replace")
-                    children[int(number)] = command.replace("\0", " ")
+                for child in Path(f"/proc/{pid}/task/{task}/children").read_text().split():
+                    command = Path(f"/proc/{child}/cmdline").read_text(errors="replace")
+                    children[int(child)] = command.replace("\0", " ")
     return children

@@ -147,7 +147,7 @@ def _sections(path: Path) -> Iterator[RankTrace]:
     header: dict[str, Any] | None = None
     iterations: list[Iteration] = []
     # Another rank may be writing at this moment: a last line without a newline isn't complete yet.
-    for number, line in enumerate(
+    for line_number, line in enumerate(
         path.read_text(encoding="utf-8").splitlines(keepends=True), start=1
     ):
         if not line.endswith("\n"):
@@ -163,7 +163,7 @@ def _sections(path: Path) -> Iterator[RankTrace]:
             iterations = []
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
-                f"{path}, line {number}, is not a line of a trace: {error!r}"
+                f"{path}, line {line_number}, is not a line of a trace: {error!r}"
             ) from error
     if header is not None:
         yield _trace(header, iterations)
@@ -217,7 +217,7 @@ class PointSchema:
         return sum(gradient.bytes for gradient in self.gradients)
 
     def iteration(
-        self, number: int, points: Sequence[float], offset_us: float, previous_end: float | None
+        self, index: int, points: Sequence[float], offset_us: float, previous_end: float | None
     ) -> Iteration:
         """Return the record of an iteration, from the times of its points in seconds, in the order of the class."""
         # Rounded to a tenth of a microsecond, which is finer than the clock.
@@ -247,7 +247,7 @@ class PointSchema:
         if end is not None:
             possible_ends.append(end)
         return Iteration(
-            iteration=number,
+            iteration=index,
             fp_start=min(starts),
             bp_end=max(ready) if bp_end is None else bp_end,
             iteration_end=max(possible_ends),

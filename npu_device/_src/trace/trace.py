@@ -57,7 +57,9 @@ class Tracer:
             _remove_surplus_traces(settings.output, cluster.world_size)
         self._schemas: list[PointSchema] = []
         self._queue: tf.queue.FIFOQueue | None = None
-        self._thread = threading.Thread(target=self._take, name="npu_device-trace", daemon=True)
+        self._thread = threading.Thread(
+            target=self._record_queued, name="npu_device-trace", daemon=True
+        )
         self._lock = threading.Lock()  # functions may be traced in several threads
 
     def hand_over(self, schema: PointSchema, points: Sequence) -> tf.Operation | None:
@@ -71,10 +73,10 @@ class Tracer:
         if fetched is None:
             # A queue takes tensors only, so that the number stands for the schema.
             with self._lock:
-                number = len(self._schemas)
+                schema_index = len(self._schemas)
                 self._schemas.append(schema)
                 queue = self._queue or self._start_queue()
-            components = [tf.constant(number), times]
+            components = [tf.constant(schema_index), times]
             compat.run_independently(
                 tf.raw_ops.QueueEnqueueV2(handle=queue.queue_ref, components=components)
             )
@@ -96,17 +98,17 @@ class Tracer:
             self._thread.join()
         self._file.close()
 
-    def _take(self) -> None:
+    def _record_queued(self) -> None:
         with compat.eager_mode():
             while True:
                 try:
                     assert self._queue is not None
-                    number, points = self._queue.dequeue()
+                    schema_index, points = self._queue.dequeue()
                 except tf.errors.OpError:
                     # The queue has been closed.
                     return
                 try:
-                    self._file.add(self._schemas[int(number)], points.numpy().tolist())
+                    self._file.add(self._schemas[int(schema_index)], points.numpy().tolist())
                 # Any error is caught, since training must not wait for a queue that nobody empties.
                 except Exception:
                     _log.exception("rank %d: tracing ends here", self.rank)
@@ -116,8 +118,8 @@ class Tracer:
 def _remove_surplus_traces(output: Path, world_size: int) -> None:
     """Remove the traces of ranks that only an earlier, larger job had."""
     for path in output.glob(f"rank*/{FILE}"):
-        number = path.parent.name[len("rank") :]
-        if number.isdecimal() and int(number) >= world_size:
+        rank = path.parent.name[len("rank") :]
+        if rank.isdecimal() and int(rank) >= world_size:
             path.unlink(missing_ok=True)
 
 
@@ -155,7 +157,7 @@ def measure_clock(job: Job) -> tuple[float, float | None]:
         measurement = None
         if cluster.rank == measurer:
             # The fastest answer is the most exact: the comparison is wrong by half of the round trip at most.
-            measurement = min(_ask(job, number, timeout) for number in range(_ROUNDS))
+            measurement = min(_ask(job, attempt, timeout) for attempt in range(_ROUNDS))
         measurements = job.control.gather_from(
             f"clock of {cluster.host}", measurement, cluster.neighbours, timeout
         )
@@ -173,10 +175,10 @@ def measure_clock(job: Job) -> tuple[float, float | None]:
     return offset * 1e6, round_trip / 2 * 1e6
 
 
-def _ask(job: Job, number: int, timeout: float) -> tuple[float, float]:
+def _ask(job: Job, attempt: int, timeout: float) -> tuple[float, float]:
     """Return how long rank 0 took to answer, and by how much its clock is ahead, in seconds."""
     asked = time.time()
-    clock = job.health.ask("clock", [job.cluster.rank, number], [0], timeout).get(0)
+    clock = job.health.ask("clock", [job.cluster.rank, attempt], [0], timeout).get(0)
     answered = time.time()
     if clock is None:
         raise TimeoutError("rank 0 doesn't answer")

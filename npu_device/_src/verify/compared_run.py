@@ -106,8 +106,10 @@ class ComparedRun:
         self.steps: list[ComparedStep] = []
         records = [single, perturbed, *ranks]
         steps_of_all = zip(*(record.steps for record in records))
-        for number, (single_step, perturbed_step, *on_ranks) in enumerate(steps_of_all, start=1):
-            self.steps.append(ComparedStep(number, single_step, perturbed_step, on_ranks))
+        for step_number, (single_step, perturbed_step, *on_ranks) in enumerate(
+            steps_of_all, start=1
+        ):
+            self.steps.append(ComparedStep(step_number, single_step, perturbed_step, on_ranks))
         self.deviations = compare.compare(single, perturbed, ranks[0])
         for rank in ranks[1:]:
             # Variables that no optimizer trains may deviate on any rank. For gradients and updates,

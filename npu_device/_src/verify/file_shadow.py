@@ -229,7 +229,7 @@ class Redirection:
                 # The user's file is left, as if it were removed.
                 if name in _REMOVERS and _is_only_at(path, arguments[key]):
                     return None
-            by_position = [arguments.pop(number) for number in range(len(args))]
+            by_position = [arguments.pop(position) for position in range(len(args))]
             returned = original(*by_position, **arguments)
             if isinstance(returned, str) and returned.startswith(self._folder + os.sep):
                 return returned.removeprefix(self._folder)

@@ -141,14 +141,14 @@ class ScriptCalls:
         seed = arguments.get("seed")
         if seed is not None:
             seed = int(seed)
-        number = len(self._record.of(topics.SHUFFLE))
+        index = len(self._record.of(topics.SHUFFLE))
         call = RecordedCall(topics.SHUFFLE, user_line(), outcome=seed)
         self._record.calls.append(call)
         if seed is not None and self._process.ranks > 1:
             single = load(self._process.single.folder)
             shuffles = single.of(topics.SHUFFLE)
             # A seed that differs from that of one process is left as it is, for ``verdict.py`` to find.
-            if shuffles[number : number + 1] != [call]:
+            if shuffles[index : index + 1] != [call]:
                 return original(dataset, *args, **kwargs)
         if seed is None and not self._record.of(topics.SEED):
             # Another object, since several datasets may be made from one that was shuffled.

@@ -104,17 +104,17 @@ def with_arrays(
         return replace(value, name)
     if type(value) in _DICTS:
         # A copy keeps the factory of a defaultdict.
-        members = copy.copy(value)
-        for key, member in value.items():
-            members[key] = with_arrays(member, replace, f"{name}[{key!r}]")
-        return members
+        elements = copy.copy(value)
+        for key, element in value.items():
+            elements[key] = with_arrays(element, replace, f"{name}[{key!r}]")
+        return elements
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         fields = zip(value._fields, value)
-        content = [with_arrays(member, replace, f"{name}.{field}") for field, member in fields]
+        content = [with_arrays(element, replace, f"{name}.{field}") for field, element in fields]
         return type(value)._make(content)  # type: ignore[attr-defined]
     if type(value) in (list, tuple):
         return type(value)(
-            with_arrays(member, replace, f"{name}[{number}]") for number, member in enumerate(value)
+            with_arrays(element, replace, f"{name}[{index}]") for index, element in enumerate(value)
         )
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         replaced = copy.copy(value)
@@ -122,9 +122,9 @@ def with_arrays(
             # A field that ``__init__`` leaves out may have no value.
             if hasattr(value, attribute.name):
                 content = getattr(value, attribute.name)
-                member = with_arrays(content, replace, f"{name}.{attribute.name}")
+                element = with_arrays(content, replace, f"{name}.{attribute.name}")
                 # The dataclass may be frozen.
-                object.__setattr__(replaced, attribute.name, member)
+                object.__setattr__(replaced, attribute.name, element)
         return replaced
     return value
 

@@ -82,12 +82,13 @@ def _copy(pid: int, descriptor: int) -> socket.socket:
     try:
         copy = libc.syscall(_PIDFD_GETFD, process, descriptor, 0)
         if copy < 0:
-            number = ctypes.get_errno()
+            error_number = ctypes.get_errno()
             # The descriptor was closed since it was listed.
-            if number == errno.EBADF:
+            if error_number == errno.EBADF:
                 raise FileNotFoundError
             raise OSError(
-                number, f"can't get at a connection of process {pid}: {os.strerror(number)}"
+                error_number,
+                f"can't get at a connection of process {pid}: {os.strerror(error_number)}",
             )
     finally:
         os.close(process)

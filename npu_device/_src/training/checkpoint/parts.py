@@ -64,11 +64,11 @@ class SharedState:
     def digests(self) -> Digests:
         digests = {}
         for path, variable in self.variables().items():
-            number = 0
+            value_digest = 0
             # What only one rank has can't differ, and would be sent to all.
             if not compat.is_apart(variable):
-                number = checksum(tf.convert_to_tensor(variable))
-            digests[path] = (tuple(variable.shape), number)
+                value_digest = checksum(tf.convert_to_tensor(variable))
+            digests[path] = (tuple(variable.shape), value_digest)
         return digests
 
     def write(self, prefix: Path) -> None:

@@ -110,10 +110,10 @@ def load(world: World, function: Callable, *arguments: Any, quiet: bool = False)
 class _LoadCall:
     """One call of ``load_once`` on this rank."""
 
-    def __init__(self, world: World, number: int) -> None:
+    def __init__(self, world: World, call_index: int) -> None:
         self.world = world
         self.control = world.job.control
-        self.key = f"load_once/{number}"
+        self.key = f"load_once/{call_index}"
         leaders = world.job.hosts.leaders
         self.loading_ranks = sorted(set(leaders))
         self.loading_rank = leaders[world.rank]  # the one of this host
@@ -137,7 +137,7 @@ class _LoadCall:
 
     def _note_of(self, result: Any) -> dict[str, Any]:
         """Put a result into memory, and return the note that tells where."""
-        numbers: dict[Any, int] = {}
+        indices: dict[Any, int] = {}
         arrays: list[np.ndarray] = []
         names: list[str] = []
 
@@ -145,11 +145,11 @@ class _LoadCall:
             require_numbers(array, name)
             # The same array in two places of the result lies in the memory once.
             identity = (array.ctypes.data, array.shape, array.strides, array.dtype)
-            number = numbers.setdefault(identity, len(arrays))
-            if number == len(arrays):
+            index = indices.setdefault(identity, len(arrays))
+            if index == len(arrays):
                 arrays.append(array)
                 names.append(name)
-            return np.array(number)
+            return np.array(index)
 
         # Each array in the skeleton is the number of one in the memory.
         skeleton = with_arrays(result, numbered)
@@ -245,7 +245,7 @@ class _LoadCall:
         if self.is_loading_rank:
             skeleton, places = self._loaded
         arrays = [array_at(memory, Place(*place)) for place in places]
-        return with_arrays(skeleton, lambda number, name: arrays[int(number)])
+        return with_arrays(skeleton, lambda index, name: arrays[int(index)])
 
     def withdraw(self) -> None:
         if self._offer is not None:

@@ -69,9 +69,9 @@ def moments(
         # Without a mask, each channel has the same number of values.
         per_total = tf.size(wide) / tf.size(total)
         weight = value_weights * tf.cast(per_total, wide.dtype)
-        number = tf.fill(tf.shape(total), weight)
+        count = tf.fill(tf.shape(total), weight)
     else:
-        number = tf.reduce_sum(value_weights, axes, keepdims=True)
+        count = tf.reduce_sum(value_weights, axes, keepdims=True)
 
     def of_all_ranks(*sums: tf.Tensor) -> list[tf.Tensor]:
         # One exchange for both sums, since each costs as much as a small call.
@@ -80,16 +80,16 @@ def moments(
         pieces = tf.split(exchanged, len(sums))
         return [tf.reshape(piece, tf.shape(total)) for piece in pieces]
 
-    total, number = of_all_ranks(total, number)
+    total, count = of_all_ranks(total, count)
     # Numbers of samples have no gradient.
-    number = tf.stop_gradient(number)
-    mean = tf.math.divide_no_nan(total, number)
+    count = tf.stop_gradient(count)
+    mean = tf.math.divide_no_nan(total, count)
     # The spread is taken around the common mean: the difference of mean squares would lose digits. Deviations from the
     # mean add up to 0, so the gradient needn't pass through it once more.
     squares = tf.square(wide - tf.stop_gradient(mean))
     spread = tf.reduce_sum(squares * value_weights, axes, keepdims=True)
     [spread] = of_all_ranks(spread)
-    variance = tf.math.divide_no_nan(spread, number)
+    variance = tf.math.divide_no_nan(spread, count)
     if not keeps_axes:
         mean = tf.squeeze(mean, axes)
         variance = tf.squeeze(variance, axes)
@@ -179,11 +179,11 @@ class Loops:
 
         def exchange(sums: tf.Tensor) -> tf.Tensor:
             # The number of samples travels with the sums.
-            number = tf.reshape(tf.cast(samples, sums.dtype), [1])
-            joined = tf.concat([sums, number], 0)
+            count = tf.reshape(tf.cast(samples, sums.dtype), [1])
+            joined = tf.concat([sums, count], 0)
             sent = _with_gradient(joined, lambda upstream: upstream / factor())
             total = world.sum_over_ranks(sent)
-            fraction = tf.stop_gradient(tf.math.divide_no_nan(number, total[-1:]))
+            fraction = tf.stop_gradient(tf.math.divide_no_nan(count, total[-1:]))
             factor = self._loss_factor(fraction, world)
             return _with_gradient(total, lambda upstream: upstream * factor())[:-1]
 

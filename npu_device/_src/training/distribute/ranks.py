@@ -222,12 +222,12 @@ def weighted_mean(values: Any, weight: Any) -> Any:
     if world is None:
         return values
     own_weight = tf.cast(weight, tf.float64)
-    number = tf.get_static_value(own_weight)
+    known_weight = tf.get_static_value(own_weight)
     wrong = ""
     if own_weight.shape.rank not in (0, None):
         wrong = f"a weight of shape {own_weight.shape}; expected a scalar"
-    elif number is not None and number < 0:
-        wrong = f"the weight {number:g}; expected 0 or more"
+    elif known_weight is not None and known_weight < 0:
+        wrong = f"the weight {known_weight:g}; expected 0 or more"
     if wrong:
         where = f"rank {world.job.cluster.rank}: weighted_mean was given "
         raise ValueError(f"{where}{wrong}, such as the number of samples of this rank")

@@ -310,7 +310,9 @@ def require_same_state(world: World, layers: Sequence, constants: bool = True) -
             held = [rank_state.get(attribute, ("nothing", 0)) for rank_state in states]
             if held.count(held[0]) < len(held):
                 # The first attribute that differs is enough to find the layer.
-                lines = world.lines(f"{text}, checksum {number:08x}" for text, number in held)
+                lines = world.lines(
+                    f"{text}, checksum {state_digest:08x}" for text, state_digest in held
+                )
                 raise ValueError(
                     f"the layer {name!r} holds different values of {attribute!r} on the ranks:\n{lines}\n"
                     "Likely cause: the layer adapted to data that were already divided among the ranks, or its "

@@ -21,7 +21,7 @@ class RunningChecksum:
         """Add a batch: nested tensors, dense, sparse or ragged, and ``None``. May be called in a graph."""
         self._checksum.assign(checksum_of(batch, self._checksum.read_value()))
 
-    def take(self) -> int:
+    def pop(self) -> int:
         """Return the checksum, and begin anew."""
         checksum = int(self._checksum)
         self._checksum.assign(0)

@@ -93,12 +93,12 @@ class DryStep:
             self._note_logs(own_step(share.data))
             return self._returned_tensors()
 
-        number = tf.TensorSpec([], tf.int32)
+        count = tf.TensorSpec([], tf.int32)
         flag = tf.TensorSpec([], tf.bool)
         # AutoGraph is on where Keras itself traces the step with it.
         autograph = not compat.is_keras_3(compat.keras_of(self._context.model))
         function = tf.function(step, autograph=autograph)
-        return function.get_concrete_function(spec, number, number, flag)
+        return function.get_concrete_function(spec, count, count, flag)
 
     @compat.do_not_convert
     def _begin(self, batch: Any, units: Any, total: Any, is_first: Any) -> Share:
@@ -161,7 +161,7 @@ class DryStep:
         reducers = map(reducer_of, optimizers)
         reducer = next(filter(_is_weighted, reducers), None)
 
-        def take(gradients: Any, variables: Any) -> Any:
+        def record(gradients: Any, variables: Any) -> Any:
             gradients = list(gradients)
             weighted = gradients
             if reducer is not None:
@@ -176,13 +176,13 @@ class DryStep:
 
         def apply(original: Any, grads: Any, trainable_variables: Any = None) -> Any:
             del original
-            return take(grads, compat.variables_to_update(optimizer, trainable_variables))
+            return record(grads, compat.variables_to_update(optimizer, trainable_variables))
 
         def apply_gradients(original: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
             del original, args, kwargs
             pairs = list(grads_and_vars)
             gradients = [gradient for gradient, _ in pairs]
-            return take(gradients, [variable for _, variable in pairs])
+            return record(gradients, [variable for _, variable in pairs])
 
         for recorded in optimizers:
             replaced.replace(recorded, "apply_gradients", apply_gradients)

@@ -19,7 +19,7 @@ def last_line(error: BaseException) -> str:
     stripped = map(str.strip, str(error).splitlines())
     lines = list(filter(None, stripped)) or ["no message"]
     # TensorFlow says what has failed in the line before the name of the node.
-    nodes = [number for number, line in enumerate(lines) if "{{node" in line]
+    nodes = [index for index, line in enumerate(lines) if "{{node" in line]
     if isinstance(error, tf.errors.OpError) and nodes and nodes[-1]:
         # Only one line is taken, and cut, since TensorFlow repeats whole graphs in its messages.
         return lines[nodes[-1] - 1][:200]

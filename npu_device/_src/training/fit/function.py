@@ -112,7 +112,7 @@ class Function(StepContext):
         """
         is_training = self.mode == "train"
         # Taken to drop what an interrupted call has left.
-        self.checksum.take()
+        self.checksum.pop()
         pulled = batches
         # Keras 3 hands lists to its function for predictions.
         is_iterator = not isinstance(batches, list)

@@ -16,5 +16,5 @@ def where(operation: tf.Operation) -> str:
         return ""
     # The last call in a file of the user is the nearest to the operation.
     file = frames[-1].filename
-    number = frames[-1].lineno
-    return f"{file}, line {number}: {linecache.getline(file, number).strip()}"
+    line_number = frames[-1].lineno
+    return f"{file}, line {line_number}: {linecache.getline(file, line_number).strip()}"

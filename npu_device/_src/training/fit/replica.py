@@ -220,7 +220,7 @@ class Replica:
     def _compare_batches(self) -> None:
         """Compare what the ranks' steps were given since the last comparison."""
         functions = {function.mode: function for function in (self.train, self.test, self.predict)}
-        checksums = {mode: function.checksum.take() for mode, function in functions.items()}
+        checksums = {mode: function.checksum.pop() for mode, function in functions.items()}
         own_data = [mode for mode, function in functions.items() if function.has_own_data]
         for mode in modes_that_differ(self.world, checksums, self.state.in_fit, own_data):
             functions[mode].take_batches_from_root(True)

@@ -124,7 +124,7 @@ def _tuples(structure: Any) -> Any:
     if isinstance(structure, (list, tuple)):
         return tuple(map(_tuples, structure))
     if isinstance(structure, dict):
-        return {name: _tuples(member) for name, member in structure.items()}
+        return {name: _tuples(content) for name, content in structure.items()}
     return structure
 
 

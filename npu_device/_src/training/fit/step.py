@@ -59,7 +59,7 @@ def train_or_test_step(context: StepContext) -> Callable[[Any], Any]:
         # Called by the step of another model, it works on the share of that one.
         if current_step() is not None:
             return own_step(data)
-        batch = _take(context, data)
+        batch = _batch_to_use(context, data)
         share = divide(context.world, batch)
         with _step_on(context, share) as divided_step:
             # The optimizers in the step reduce the gradients.
@@ -75,7 +75,7 @@ def predict_step(context: StepContext) -> Callable[[Any], Any]:
 
     @functools.wraps(own_step)
     def step(data: Any) -> Any:
-        batch = _take(context, data)
+        batch = _batch_to_use(context, data)
         share = divide(context.world, batch)
         with running(_current_step(context, share)):
             own_outputs = own_step(share.data)
@@ -89,7 +89,7 @@ def predict_step(context: StepContext) -> Callable[[Any], Any]:
 
 
 @compat.do_not_convert
-def _take(context: StepContext, batch: Any) -> Any:
+def _batch_to_use(context: StepContext, batch: Any) -> Any:
     """Return the batch to work on: rank 0's, if the ranks' differ; else it is counted in their checksum."""
     if is_divided(batch):
         # 0 for ``divided``, whose ranks read different rows: there is nothing to compare.
@@ -291,18 +291,18 @@ class _Group:
 
     dtype: tf.DType
     factor: Any
-    members: list = field(default_factory=list)
+    variables: list = field(default_factory=list)
     values: list = field(default_factory=list)
 
     def begin(self) -> None:
-        self.values = list(map(tf.convert_to_tensor, self.members))
+        self.values = list(map(tf.convert_to_tensor, self.variables))
 
     def set_by_step(self) -> _Group:
         """Return the group without variables that a step, as it is traced, leaves alone: they stay as they are."""
-        may_be_set = compat.may_be_set(self.members)
-        members = list(itertools.compress(self.members, may_be_set))
+        may_be_set = compat.may_be_set(self.variables)
+        variables = list(itertools.compress(self.variables, may_be_set))
         values = list(itertools.compress(self.values, may_be_set))
-        return _Group(self.dtype, self.factor, members, values)
+        return _Group(self.dtype, self.factor, variables, values)
 
     def start(self) -> tf.Tensor:
         """Return the values before the step, one after the other; 0 for inf and NaN, to which nothing can be added."""
@@ -313,7 +313,7 @@ class _Group:
 
     def increment(self, start: tf.Tensor) -> tf.Tensor:
         """Return what the step has added to the variables, times the factor."""
-        return _weighted(_packed(self.members) - start, self.factor)
+        return _weighted(_packed(self.variables) - start, self.factor)
 
 
 class Increments:
@@ -329,7 +329,7 @@ class Increments:
             # ``CurrentStep`` returns the same object each time it is asked for a factor.
             key = (dtype, id(factor))
             group = groups.setdefault(key, _Group(dtype, factor))
-            group.members.append(variable)
+            group.variables.append(variable)
         self._groups = list(groups.values())
         for group in self._groups:
             group.begin()
@@ -344,7 +344,7 @@ class Increments:
         # One reduction for each dtype, since the factors are applied before it.
         for dtype in dict.fromkeys(group.dtype for group in self._groups):
             groups = [group.set_by_step() for group in self._groups if group.dtype == dtype]
-            groups = [group for group in groups if group.members]
+            groups = [group for group in groups if group.variables]
             # The same on all ranks, which trace the same step.
             if not groups:
                 continue
@@ -352,10 +352,10 @@ class Increments:
             increments = [group.increment(start) for group, start in zip(groups, starts)]
             sums = self._sum_over_ranks(tf.concat(increments, axis=0))
             total = tf.concat(starts, axis=0) + sums
-            members = [member for group in groups for member in group.members]
-            sizes = [tf.TensorShape(member.shape).num_elements() for member in members]
-            for member, flat in zip(members, tf.split(total, sizes)):
-                member.assign(_reshaped(flat, member.shape))
+            variables = [variable for group in groups for variable in group.variables]
+            sizes = [tf.TensorShape(variable.shape).num_elements() for variable in variables]
+            for variable, flat in zip(variables, tf.split(total, sizes)):
+                variable.assign(_reshaped(flat, variable.shape))
         # The next increments begin here, for a step that reads results halfway.
         for group in self._groups:
             group.begin()

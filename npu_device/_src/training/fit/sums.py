@@ -71,9 +71,9 @@ def _reducers(context: StepContext) -> list[tuple[str, Any]]:
     """Return the reducers of the optimizers of a model, with names that are the same on all ranks."""
     optimizers = map(reducing_optimizer, training_state.optimizers(context.model))
     named = []
-    for number, reducer in enumerate(map(reducer_of, optimizers)):
+    for position, reducer in enumerate(map(reducer_of, optimizers)):
         if reducer is not None:
-            named.append((f"optimizer {number}", reducer))
+            named.append((f"optimizer {position}", reducer))
     return named
 
 
@@ -164,16 +164,16 @@ def sums_in_words(context: StepContext, checked: CheckedStep) -> str:
     """Return what of the step's losses and gradients is a sum over the samples, in words; "" for nothing."""
     texts = []
     for name in [name for name, is_sum in checked.sums.items() if is_sum]:
-        taker, _, number = name.partition(" ")
+        taker, _, position = name.partition(" ")
         if name.startswith(LOSS):
-            loss = context.parts.losses[int(number.split()[0])]
+            loss = context.parts.losses[int(position.split()[0])]
             texts.append(f"the loss {getattr(loss, 'name', None) or type(loss).__name__}")
         elif name.startswith(ADDED_LOSS):
             line = where(checked.dry_step.numbers[name].op)
             location = f" ({line})" * bool(line)
             texts.append(f"a loss that a layer adds{location}")
         elif taker == "optimizer":
-            optimizer = training_state.optimizers(context.model)[int(number)]
+            optimizer = training_state.optimizers(context.model)[int(position)]
             texts.append(f"the gradients of {type(optimizer).__name__}")
     return ", ".join(dict.fromkeys(texts))
 

@@ -62,8 +62,8 @@ def checked(
             faults = faults_of_ranks.reshape(world.size, -1)
             raise RuntimeError(_text(world, int(steps), names, faults))
 
-        number = tf.TensorSpec([], tf.int64)
-        [returned] = call_now(tell, [faults_of_ranks, steps], [number])
+        spec = tf.TensorSpec([], tf.int64)
+        [returned] = call_now(tell, [faults_of_ranks, steps], [spec])
         return returned
 
     # Only after a fault do the ranks exchange which gradients have it.

@@ -151,8 +151,8 @@ def unscaled(gradient: Any, scale: tf.Tensor) -> Any:
 
 def on_all_ranks(finite: tf.Tensor) -> tf.Tensor:
     """Return whether it is so on every rank; each has to call this."""
-    number = tf.cast(finite, tf.int32)
-    return tf.cast(all_reduce(number, "min", fusion=0), tf.bool)
+    flag = tf.cast(finite, tf.int32)
+    return tf.cast(all_reduce(flag, "min", fusion=0), tf.bool)
 
 
 def _discard(result: object) -> None:
@@ -321,8 +321,8 @@ class _Keras3Family(_KerasFamily):
         gradients = list(grads)
         if self._takes_scaled_gradients:
             gradients = [unscaled(gradient, scale) for gradient in grads]
-        act = self.inner_optimizer.apply
-        self._step(gradients, updated, lambda gradients: act(gradients, variables))
+        apply_inner = self.inner_optimizer.apply
+        self._step(gradients, updated, lambda gradients: apply_inner(gradients, variables))
 
     def _update_scale(self, finite: tf.Tensor) -> None:
         scale = self.loss_scale

@@ -299,23 +299,25 @@ class GradientReducer:
         variables: list,
     ) -> Any:
         """Apply gradients by the optimizer whose updates are divided, or by a loss-scale optimizer around it."""
-        act = functools.partial(self.apply_ready, optimizer, apply_by_class)
+        apply_ready = functools.partial(self.apply_ready, optimizer, apply_by_class)
         if optimizer is not update.optimizer:
             if self.accumulates(optimizer):
                 ready = self._reduced_or_accumulated(optimizer, gradients, variables)
             else:
                 ready, _ = self.reduced_for_scale(optimizer, gradients, variables)
-            return act(ready, variables)
+            return apply_ready(ready, variables)
         if self.accumulates(optimizer):
             owners = update.owners(variables)
             ready = self._reduced_or_accumulated(optimizer, gradients, variables, owners)
-            return update.apply(act, ready, variables, lambda _: ready, is_update(optimizer))
+            return update.apply(
+                apply_ready, ready, variables, lambda _: ready, is_update(optimizer)
+            )
 
         def reduce(owners: list[int]) -> list[Gradient]:
             return self._reduced_and_audited(optimizer, gradients, variables, owners)
 
         with iteration():
-            return update.apply(act, gradients, variables, reduce)
+            return update.apply(apply_ready, gradients, variables, reduce)
 
     def begin_divided(self, optimizer: Any, variables: list) -> None:
         """Build an optimizer whose updates are divided, and make it equal on all ranks before the first step."""
@@ -379,8 +381,8 @@ class GradientReducer:
 
     def agree(self, finite: tf.Tensor) -> tf.Tensor:
         """Return whether the gradients of all ranks are finite, given whether those of this one are: bool, shape []."""
-        number = tf.cast(finite, tf.int32)
-        least = all_reduce(self._world.job, number, "min", self._world.group)
+        flag = tf.cast(finite, tf.int32)
+        least = all_reduce(self._world.job, flag, "min", self._world.group)
         return tf.cast(least, tf.bool)
 
     def _reduced_or_accumulated(

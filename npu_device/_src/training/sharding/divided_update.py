@@ -163,7 +163,7 @@ class DividedUpdate:
             with tf.init_scope(), keras.name_scope(optimizer.name, caller=optimizer):
                 optimizer.build(list(variables))
         if not is_only_building():
-            self._slots.take_number(self)
+            self._slots.register(self)
 
     def part_if(self, are_equal: bool) -> None:
         """Leave each slot to its owner, once all ranks have the same values."""
@@ -336,7 +336,7 @@ class DividedUpdate:
         norms = self._from_owners(owned, specs, owners)
         return compat.clipped_by_global_norm(self.optimizer, gradients, norms)
 
-    def with_own_averages(self, act: Callable[[list], Any]) -> None:
+    def with_own_averages(self, method: Callable[[list], Any]) -> None:
         """Call a method on the variables that this rank owns, with their moving averages; outside an update, send the
         values that it gives them.
         """
@@ -344,26 +344,26 @@ class DividedUpdate:
         for index, variable in enumerate(self._trained):
             if self.owner_of(variable) == self._world.rank:
                 owned.append(index)
-        compat.with_averages(self.optimizer, self._trained, owned, act)
+        compat.with_averages(self.optimizer, self._trained, owned, method)
         # In an update, which sends all new values at its end, this sends nothing.
         if not self._slots.is_updating:
             self._spread(self._trained)
 
-    def with_all_averages(self, act: Callable[[], Any]) -> None:
+    def with_all_averages(self, method: Callable[[], Any]) -> None:
         """Call a method that changes the averages of all variables on each rank, or the variables by them."""
         send = self._send_before_averages
         if send is not None:
             self._send_before_averages = None
             send()
-        act()
+        method()
 
-    def overwrite(self, act: Callable[[list], Any], variables: Sequence) -> None:
+    def overwrite(self, method: Callable[[list], Any], variables: Sequence) -> None:
         """Give some variables their averages by a method of tf-keras, on the ranks that own them; outside an update,
         send the values.
         """
         rank = self._world.rank
         # tf-keras refuses variables that it doesn't know.
-        act([variable for variable in variables if self.owner_of(variable) in (rank, None)])
+        method([variable for variable in variables if self.owner_of(variable) in (rank, None)])
         if not self._slots.is_updating:
             self._spread(variables)
 

@@ -31,7 +31,7 @@ from npu_device._src.training.watching.digests import digest_of
 from npu_device._src.training.watching.same_variables import assign_from_root
 from npu_device._src.world.world import World
 
-_NUMBER_BITS = 31  # room for the numbers of the optimizers of one group
+_ID_BITS = 31  # room for the ids of the optimizers of one group
 
 
 class Share:
@@ -87,7 +87,7 @@ class OptimizerSlots:
         self._job = job
         self.is_updating = False
         self._lock = threading.Lock()
-        self._incoming: dict[int, dict[int, bytearray]] = {}  # by place, then by rank
+        self._incoming: dict[int, dict[int, bytearray]] = {}  # bytes by slot and by rank
         self._assigned_at: dict[int, int] = {}  # after how many updates the owner's script did
         # Variables, which functions change too when they run.
         with tf.init_scope(), tf.device("CPU:0"):
@@ -102,7 +102,7 @@ class OptimizerSlots:
         self._group = group
         # The lowest rank of the group has what those hand over that end before it.
         self.keeper = group.ranks[0]
-        self._number = -1
+        self._optimizer_id = -1
 
     def add(self, slot: Any, owner: int) -> None:
         mark(slot, Share(self, len(self.variables), owner))
@@ -122,14 +122,14 @@ class OptimizerSlots:
         finally:
             self.is_updating = False
 
-    def take_number(self, user: Any) -> None:
-        """Take the number by which the ranks call this optimizer, at its first step; see ``SlotExchange.add``."""
-        if self._number < 0:
-            self._number = self._exchange.add(self, self._group, user)
+    def register(self, user: Any) -> None:
+        """Get the id by which the ranks know this optimizer, at its first step; see ``SlotExchange.add``."""
+        if self._optimizer_id < 0:
+            self._optimizer_id = self._exchange.add(self, self._group, user)
 
     def begin(self) -> None:
         """Note that all ranks of the group have come to the first step of this optimizer."""
-        self._exchange.forget_unused(self._number)
+        self._exchange.forget_unused(self._optimizer_id)
         with tf.init_scope():
             self._are_apart.assign(True)
 
@@ -178,7 +178,7 @@ class OptimizerSlots:
                 f"{slot}is read in a function, where it can't be fetched.\nWhat to do: read it in eager mode, between "
                 "two steps; or leave out shard_optimizer=True."
             )
-        key = (self._number, index, self.updates)
+        key = (self._optimizer_id, index, self.updates)
         fetched = self._exchange.bytes_on_request.fetch(owner, self.keeper, key)
         if fetched is None or len(fetched) != bytes_of(variable):
             raise RuntimeError(
@@ -205,7 +205,7 @@ class OptimizerSlots:
             )
         tensor = tf.convert_to_tensor(new_value)
         content = _bytes_of(tf.cast(tensor, variable.dtype))
-        key = (self._number, index, self.updates)
+        key = (self._optimizer_id, index, self.updates)
         if not self._exchange.bytes_on_request.give(owner, self.keeper, key, content):
             raise RuntimeError(
                 f"{slot}can't be assigned a value now: that rank has no such slot.\nWhat to do: load the state of the "
@@ -216,9 +216,9 @@ class OptimizerSlots:
         path = compat.path_of(variable)
         return f"rank {self._job.cluster.rank}: {path}, which only rank {owner} holds (shard_optimizer=True), "
 
-    def take(self, rank: int, index: int, content: bytearray) -> bool:
+    def accept(self, rank: int, index: int, content: bytearray) -> bool:
         """Keep what another rank assigns to a slot of this one, until the next update."""
-        # The numbers are from another rank, which may have built another model.
+        # The index is from another rank, which may have built another model.
         if not 0 <= index < len(self.variables):
             return False
         variable = self.variables[index]
@@ -226,7 +226,7 @@ class OptimizerSlots:
             return False
         with self._lock:
             incoming = self._incoming.setdefault(index, {})
-            # All ranks may load one file: its bytes are kept once. The last one comes last.
+            # All ranks may load one file: its bytes are kept once, and re-inserted, so that the newest come last.
             equal = next((earlier for earlier in incoming.values() if earlier == content), content)
             incoming.pop(rank, None)
             incoming[rank] = equal
@@ -311,14 +311,14 @@ class SlotExchange:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._next: dict[int, int] = {}  # the least free number of a group
+        self._next: dict[int, int] = {}  # by group, the next free id
         self._slots: dict[int, OptimizerSlots] = {}
         # An optimizer that is gone here may still be read on a rank that isn't as far in the script.
         self._users: dict[int, weakref.ref[Any]] = {}
         self.bytes_on_request = BytesOnRequest(job.cluster, job.health, job.peers, self)
 
     def add(self, slots: OptimizerSlots, group: Group, user: Any) -> int:
-        """Note an optimizer, and return its number, the same on every rank of the group: they call this at its first
+        """Note an optimizer, and return its id, the same on every rank of the group: they call this at its first
         step, before they compare its variables.
 
         Args:
@@ -326,46 +326,46 @@ class SlotExchange:
         """
         # Other ranks have other groups: each group numbers its own optimizers.
         text = f"{group.name} {list(group.ranks)}"
-        first_number = zlib.crc32(text.encode()) << _NUMBER_BITS
+        first_id = zlib.crc32(text.encode()) << _ID_BITS
         # Ranks that have disagreed on an earlier optimizer have still made the same number of calls.
         calls = self._job.counts.of(group).started
-        number = max(first_number + calls, self._next.get(first_number, 0))
-        self._next[first_number] = number + 1
-        self._slots[number] = slots
-        self._users[number] = weakref.ref(user)
-        return number
+        optimizer_id = max(first_id + calls, self._next.get(first_id, 0))
+        self._next[first_id] = optimizer_id + 1
+        self._slots[optimizer_id] = slots
+        self._users[optimizer_id] = weakref.ref(user)
+        return optimizer_id
 
-    def forget_unused(self, number: int) -> None:
-        """Free the slots of optimizers that are gone, when all ranks of a group begin to use the one of a number: by
+    def forget_unused(self, optimizer_id: int) -> None:
+        """Free the slots of optimizers that are gone, when all ranks of a group begin to use the one of an id: by
         then, they are gone on each of them.
         """
-        for old_number, user in list(self._users.items()):
-            if user() is None and old_number >> _NUMBER_BITS == number >> _NUMBER_BITS:
-                del self._users[old_number]
-                del self._slots[old_number]
+        for old_id, user in list(self._users.items()):
+            if user() is None and old_id >> _ID_BITS == optimizer_id >> _ID_BITS:
+                del self._users[old_id]
+                del self._slots[old_id]
 
     def close(self) -> None:
         if self.bytes_on_request.close():
             self._job.serves_others = True
 
-    def take(self, rank: int, key: Key, content: bytearray) -> bool:
-        number, index, _ = key
-        slots = self._slots.get(number)
-        return slots is not None and slots.take(rank, index, content)
+    def accept(self, rank: int, key: Key, content: bytearray) -> bool:
+        optimizer_id, index, _ = key
+        slots = self._slots.get(optimizer_id)
+        return slots is not None and slots.accept(rank, index, content)
 
     def answer(self, key: Key) -> Optional[memoryview]:
-        number, index, updates = key
-        slots = self._slots.get(number)
+        optimizer_id, index, updates = key
+        slots = self._slots.get(optimizer_id)
         if slots is None or not slots.has_made(updates):
             return None
         return slots.own_bytes(index)
 
     def all_bytes(self) -> Iterator[tuple[int, Key, memoryview]]:
-        for number, slots in self._slots.items():
+        for optimizer_id, slots in self._slots.items():
             for index, variable in enumerate(slots.variables):
                 content = slots.own_bytes(index)
                 if content is not None and getattr(variable, compat.SHARE).is_apart:
-                    yield slots.keeper, (number, index, slots.updates), content
+                    yield slots.keeper, (optimizer_id, index, slots.updates), content
 
 
 def assign_training_state(world: World, variables: Sequence, root_rank: int) -> None:

@@ -78,7 +78,7 @@ class AppliedGradients:
         )
         self._pair: Pair | None = None
         self._reduced_count = 0  # number of tensors reduced since the last eager step
-        self._starts: Counter[str] = Counter()  # by signature
+        self._starts: Counter[str] = Counter()  # number of starts that were compared, by signature
         self._averaged: set[int] = set()  # the ids of variables that are reduced themselves
 
     # What the script reduces
@@ -156,7 +156,7 @@ class AppliedGradients:
         if is_new:
             self._note_start(watched, step)
         with _outside_xla(step.graph):
-            watched.schedule.step(self._look(watched, step, unreduced))
+            watched.schedule.step(self._comparing(watched, step, unreduced))
         if reduces_all and not is_new:
             self._compare_start(watched, step)
 
@@ -189,12 +189,12 @@ class AppliedGradients:
             )
         return None
 
-    def _look(
+    def _comparing(
         self, watched: WatchedOptimizer, step: _OptimizerCall, unreduced: Sequence
     ) -> Callable[[Any], Any]:
-        """Return what looks at a step, given its number, and returns that of the step of the next look."""
+        """Return a function that compares the step of a number, and returns the number of the next step to compare."""
         is_eager = tf.executing_eagerly()
-        pair = self._take_pair(step)
+        pair = self._pop_pair(step)
         variables: list[tuple[int, str]] = []
         # Only some are unreduced: the others were reduced.
         if len(unreduced) < len(step.gradients):
@@ -210,7 +210,7 @@ class AppliedGradients:
                 due = min(due, next_look(int(count), NEVER))
             return [np.int64(due)]
 
-        def look(count: Any) -> Any:
+        def compare_step(count: Any) -> Any:
             if pair is not None:
                 gradient = compat.to_array(pair.gradient)
                 reduced = compat.to_array(pair.reduced)
@@ -223,9 +223,9 @@ class AppliedGradients:
             [next_count] = call_now(compare, inputs, [tf.TensorSpec([], tf.int64)])
             return next_count
 
-        return look
+        return compare_step
 
-    def _take_pair(self, step: _OptimizerCall) -> Optional[Pair]:
+    def _pop_pair(self, step: _OptimizerCall) -> Optional[Pair]:
         """Return a gradient of an eager step before and after its reduction, if one was noted."""
         pair = self._pair
         self._pair = None
@@ -270,7 +270,7 @@ class AppliedGradients:
     def _observe_compiled(self, watched: WatchedOptimizer) -> None:
         """Count what is reduced beside a step that XLA compiles, and look at its variables if it is time."""
 
-        def look(count: int) -> int:
+        def compare_variables(count: int) -> int:
             if watched.values_before:
                 return self._posted_sums.compare(watched, int(count), arrays_of(watched.living()))
             # The values after the first step are the first ones: until then a script may broadcast.
@@ -279,7 +279,7 @@ class AppliedGradients:
 
         # An error of the watch itself must not end a training run.
         with contextlib.suppress(Exception):
-            watched.schedule.step(look)
+            watched.schedule.step(compare_variables)
 
     def _are_equal_otherwise(self, watched: WatchedOptimizer) -> bool:
         """Return whether what an optimizer trains is reduced itself, or by another optimizer, as in local SGD."""

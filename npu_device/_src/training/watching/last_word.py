@@ -97,9 +97,9 @@ class LastWord:
             starts = list(map(checksum_of_pieces, arrays))
             self.add(variables, f"start {zlib.crc32(repr(starts).encode())}")
 
-    def calls_before(self, number: int) -> int | None:
+    def calls_before(self, variable_id: int) -> int | None:
         """Return how many reductions came before the variable of an id was made equal; None if it never was."""
-        noted = self._noted.get(number)
+        noted = self._noted.get(variable_id)
         if noted is None:
             return None
         return noted.calls
@@ -187,8 +187,8 @@ def checksum_of_pieces(array: np.ndarray) -> int:
         return checksum(array)
     # Ranks that have drifted apart differ nearly everywhere, so some pieces suffice.
     content = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    number = 0
+    total = 0
     starts = np.linspace(0, len(content) - _PIECE, _PIECES)
     for start in starts.astype(int):
-        number = checksum(content[start : start + _PIECE], number)
-    return number
+        total = checksum(content[start : start + _PIECE], total)
+    return total

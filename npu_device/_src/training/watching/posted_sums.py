@@ -146,7 +146,7 @@ class PostedSums:
         distinct: SumsByRank,
     ) -> None:
         # Some of the variables may be meant for this rank alone, unless they were equal on all ranks.
-        equal_since = [self._last_word.calls_before(number) for number, _ in unreduced]
+        equal_since = [self._last_word.calls_before(variable_id) for variable_id, _ in unreduced]
         if None in equal_since or self._are_equal_otherwise(watched):
             return
         models = min(map(len, distinct.values()))
@@ -163,7 +163,7 @@ class PostedSums:
         """
         calls = self._job.part_or_new(ReducedTensors).calls
         calls_before = map(self._last_word.calls_before, watched.trained)
-        return calls == 0 or all(number == calls for number in calls_before)
+        return calls == 0 or all(before == calls for before in calls_before)
 
 
 def _distinct(sums_by_rank: SumsByRank) -> SumsByRank:

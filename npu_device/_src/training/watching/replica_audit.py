@@ -197,10 +197,10 @@ class Audit:
         """Raise an error or warn, on every rank alike: which variables differ, and how far."""
         cluster = self._world.job.cluster
         texts = []
-        for array, (_, _, number) in zip(reading.arrays, reading.digests):
+        for array, (_, _, digest) in zip(reading.arrays, reading.digests):
             sizes = np.abs(array).astype(np.float64)
             norm = np.linalg.norm(sizes)
-            texts.append(f"norm {norm:.9g}, digest {number:08x}")
+            texts.append(f"norm {norm:.9g}, digest {digest:08x}")
         # This rank's own answer stays if the others can't be asked.
         answers = {cluster.rank: texts}
         with contextlib.suppress(ClusterError):

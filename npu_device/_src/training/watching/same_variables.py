@@ -236,7 +236,7 @@ def _differences(world: World, variables: Sequence) -> tuple[list[int], str] | N
     if any(signature != signatures[0] for signature in signatures):
         # The reduction itself names the shapes that differ.
         return None
-    checksums = [[number for _, _, number in row] for row in answers]
+    checksums = [[digest for _, _, digest in row] for row in answers]
     names = list(map(variable_name, variables))
     return differences(world.job.cluster, world.group.ranks, names, checksums)
 

@@ -62,11 +62,11 @@ def reduce_compared(world: World, gradients: Sequence, reduce: Callable[[], list
     graphs.append(name)
     comparison = _Comparison(world.job, name, list(map(variable_name, variables)))
     steps = SessionSteps(name)
-    looked = steps.look(comparison.look, lambda: list(map(value_of, variables)))
+    looked = steps.call_when_due(comparison.compare_if_due, lambda: list(map(value_of, variables)))
     with tf.control_dependencies([looked]):
         reduced = reduce()
     # One of the results, which the update needs, counts the step.
-    position = next(number for number, tensor in enumerate(reduced) if tensor is not None)
+    position = next(position for position, tensor in enumerate(reduced) if tensor is not None)
 
     def counting(tensor: tf.Tensor) -> tf.Tensor:
         return steps.counted(looked, tensor)
@@ -106,7 +106,7 @@ class _Comparison:
         self._names = names
         self._looks: dict[int, _Look] = {}  # the latest one in each session
 
-    def look(self, session: int, steps: int, *arrays: np.ndarray) -> int:
+    def compare_if_due(self, session: int, steps: int, *arrays: np.ndarray) -> int:
         """Compare the variables after some steps of a session; return after how many steps to compare them next."""
         checksums = list(map(checksum, arrays))
         label = f"{self._name}, start {session}"

@@ -218,15 +218,15 @@ def _attributes(node: Any) -> list:
 
 def _methods(node: Any) -> list:
     """Return the functions of the class of an object, without those of a framework."""
-    members: list = []
+    attributes: list = []
     for owner in type(node).__mro__:
         if not _is_framework(owner):
-            members += vars(owner).values()
-    members += [member.fget for member in members if isinstance(member, property)]
+            attributes += vars(owner).values()
+    attributes += [attribute.fget for attribute in attributes if isinstance(attribute, property)]
     functions = []
-    for member in members:
-        if isinstance(member, types.FunctionType) or hasattr(member, "python_function"):
-            functions.append(member)
+    for attribute in attributes:
+        if isinstance(attribute, types.FunctionType) or hasattr(attribute, "python_function"):
+            functions.append(attribute)
     return functions
 
 

@@ -18,7 +18,7 @@ def reducer_of(optimizer: Any) -> Any:
 
 def is_wrapped(optimizer: Any) -> bool:
     """Return True when the optimizer, or the one inside a loss-scale optimizer, already reduces its gradients."""
-    return any(reducer_of(member) is not None for member in compat.with_inner(optimizer))
+    return any(reducer_of(candidate) is not None for candidate in compat.with_inner(optimizer))
 
 
 def reducer_inside(optimizer: Any) -> Any:

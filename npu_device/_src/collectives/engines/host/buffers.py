@@ -45,7 +45,7 @@ class _Lease:
         self._returned = returned
 
     def __del__(self) -> None:
-        # This runs in whichever thread drops the last tensor, also amid ``take``: no lock, and nothing that waits.
+        # This runs in whichever thread drops the last tensor, also amid ``allocate``: no lock, and nothing that waits.
         self._returned.append(self._buffer)
 
 
@@ -59,7 +59,7 @@ class BufferPool:
         self._last_used: dict[int, int] = {}
         self._round = 0
 
-    def take(self, size: int) -> np.ndarray:
+    def allocate(self, size: int) -> np.ndarray:
         """Return aligned memory: uint8, shape [size]. It is free again when the last array based on it is gone."""
         if size < _POOLED_FROM_BYTES:
             memory = np.empty(size + ALIGNMENT, np.uint8)
@@ -85,7 +85,7 @@ class BufferPool:
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """Return aligned memory as an array."""
-        return self.take(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
+        return self.allocate(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
 
     def _forget_idle(self) -> None:
         used = self._last_used.items()

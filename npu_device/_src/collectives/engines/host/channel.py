@@ -130,7 +130,7 @@ class Stream:
 
     def results(self, pool: BufferPool, dtype: np.dtype) -> tuple[np.ndarray, list[np.ndarray]]:
         """Return memory for the whole stream in some dtype, flat, and the arrays in it, in their shapes."""
-        flat = pool.take(self.length * dtype.itemsize).view(dtype)
+        flat = pool.allocate(self.length * dtype.itemsize).view(dtype)
         arrays = []
         for start, length, shape in zip(self.starts, self.lengths, self.shapes):
             arrays.append(flat[start : start + length].reshape(shape))
@@ -192,7 +192,7 @@ class Round(NamedTuple):
                 self.source.copy_to_slot(start, slot[begin : begin + end - start])
                 begin += end - start
 
-    def take(self, slots: np.ndarray, rank: int) -> None:
+    def read_slots(self, slots: np.ndarray, rank: int) -> None:
         """Read what this member needs of the slots of all members, shape [size, elements of a slot]."""
         for member, target in self.targets.items():
             begin = self.begin(rank, member)

@@ -238,7 +238,7 @@ class MemoryRing:
             if head is not None:
                 # For a few numbers, lists are faster than numpy.
                 require_same(self._heads[:, slot].tolist())
-            oldest.take(self._rings.view(oldest.dtype)[:, slot], self.rank)
+            oldest.read_slots(self._rings.view(oldest.dtype)[:, slot], self.rank)
         finally:
             self._read_counters[self.rank].advance_to(self._step)
 

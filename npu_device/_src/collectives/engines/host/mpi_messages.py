@@ -112,19 +112,19 @@ class MpiMessages(MessageChannel):
         comm = self._world.comm
         ranks = self._group.ranks
         # The meeting happens in the communicator of all ranks, where only a tag tells groups apart.
-        tag = self._group.number % self._world.tags
-        own_number = np.array(self._group.number, np.uint64)
-        other_number = np.empty((), np.uint64)
+        tag = self._group.digest % self._world.tags
+        own_digest = np.array(self._group.digest, np.uint64)
+        other_digest = np.empty((), np.uint64)
         distance = 1
         # After each round, a member knows of twice as many members.
         while distance < self.size:
             source = ranks[(self.rank - distance) % self.size]
             target = ranks[(self.rank + distance) % self.size]
-            receipt = comm.Irecv(other_number, source, tag)
-            for request in (receipt, comm.Isend(own_number, target, tag)):
+            receipt = comm.Irecv(other_digest, source, tag)
+            for request in (receipt, comm.Isend(own_digest, target, tag)):
                 while not request.Test():
                     yield request
-            if own_number != other_number:
+            if own_digest != other_digest:
                 raise ClusterError(
                     f"group {self._group.name!r} and another group use the same tag of MPI.\n"
                     "What to do: give one of them another name."

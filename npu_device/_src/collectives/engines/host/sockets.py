@@ -130,19 +130,19 @@ class Busy:
 
     def add(self, direction: Direction) -> None:
         """Add a direction, if it isn't there."""
-        number = direction.connection.fileno()
-        if number not in self._directions:
-            self._directions[number] = direction
+        descriptor = direction.connection.fileno()
+        if descriptor not in self._directions:
+            self._directions[descriptor] = direction
             event = select.POLLIN
             if direction.sends:
                 event = select.POLLOUT
-            self._poll.register(number, event)
+            self._poll.register(descriptor, event)
 
     def remove(self, direction: Direction) -> None:
         """Remove a direction, if it is there."""
-        number = direction.connection.fileno()
-        if self._directions.pop(number, None) is not None:
-            self._poll.unregister(number)
+        descriptor = direction.connection.fileno()
+        if self._directions.pop(descriptor, None) is not None:
+            self._poll.unregister(descriptor)
 
     def advance(self, seconds: float, spins: bool) -> bool:
         """Wait until some message can proceed, spinning first, and advance it; return False if none can in time."""
@@ -151,8 +151,8 @@ class Busy:
         while spins and not ready and time.perf_counter() < until:
             ready = self._poll.poll(0)
         ready = ready or self._poll.poll(1000 * seconds)
-        for number, _ in ready:
-            self._directions[number].advance()
+        for descriptor, _ in ready:
+            self._directions[descriptor].advance()
         return bool(ready)
 
 
@@ -173,7 +173,7 @@ class SocketMesh(MessageChannel):
         self._peers = context.peers
         self._health = context.health
         self._ranks = group.ranks
-        self._number = group.number ^ purpose
+        self._stream_id = group.digest ^ purpose
         self._spins = context.has_own_core
         # All directions share one, so that waiting for one message advances the others.
         self._busy = Busy()
@@ -197,10 +197,10 @@ class SocketMesh(MessageChannel):
         # Outgoing connections come first: a thread of ``Peers`` takes incoming ones, whether or not this one waits.
         try:
             for member, direction in self._outgoing.items():
-                connect = partial(self._peers.connect, self._ranks[member], self._number)
+                connect = partial(self._peers.connect, self._ranks[member], self._stream_id)
                 self._hold(direction, connect)
             for member, direction in self._incoming.items():
-                accept = partial(self._peers.accept, self._ranks[member], self._number)
+                accept = partial(self._peers.accept, self._ranks[member], self._stream_id)
                 self._hold(direction, partial(accept, lambda: self._closed))
         except BaseException as error:
             self._problem = error
@@ -335,7 +335,7 @@ class SmallMessages(SocketMesh):
                 slots = [
                     np.frombuffer(row, exchange.dtype, len(values), _HEAD.size) for row in rows
                 ]
-                exchange.take(np.stack(slots), self.rank)
+                exchange.read_slots(np.stack(slots), self.rank)
 
     def _values(self, exchange: Round) -> np.ndarray:
         """Return what this member publishes in a round, or zeros as long."""

@@ -1,6 +1,6 @@
 """send and receive: data between any two ranks, for all groups and tags, whatever the engine.
 
-Each tag has a connection of its own, whose number says for which group and tag it is: transfers with different tags may
+Each tag has a connection of its own, whose stream id names the group and tag: transfers with different tags may
 be called in any order on either side. A few idle connections are kept, and either side may close its end of one. The
 data stay with the sender until the other rank has found its receive and says what it expects. Transfers of one tag take
 turns: in eager mode the first one in the thread of the script, others in a thread that ends with the last of them.
@@ -42,12 +42,12 @@ class PairTransfer:
     """One send or receive of this rank, whose bytes are to be sent or to be filled.
 
     Attributes:
-        number: identifies the group, the tag and the direction.
-        is_moved_at_finish: by the thread that finishes it, as no other transfer of the number comes before it.
+        stream_id: identifies the group, the tag and the direction.
+        is_moved_at_finish: by the thread that finishes it, as no other transfer of the stream comes before it.
         ended: when it ended, in ns since the epoch.
     """
 
-    number: int
+    stream_id: int
     sends: bool
     data: np.ndarray
     results: ArrayList
@@ -65,7 +65,7 @@ class PairQueue:
     """The sends and receives of two ranks, with all tags of a group, as ``queue.HostQueue`` has those of a group.
 
     Attributes:
-        idle: open connections without a transfer, by number; the one that was used last comes last.
+        idle: open connections without a transfer, by stream, in the order of their last use.
     """
 
     in_order = False
@@ -87,7 +87,7 @@ class PairQueue:
         position = self._count.begin(terms)
         started: PairTransfer = make_transfer(results, terms, position)
         with self._lock:
-            queue = self._queues.setdefault(started.number, deque())
+            queue = self._queues.setdefault(started.stream_id, deque())
             queue.append(started)
             is_first = len(queue) == 1
         # A later transfer needs no thread: whoever moves the first one goes on to it.
@@ -99,7 +99,7 @@ class PairQueue:
     def finish(self, started: PairTransfer) -> Finished:
         try:
             if started.is_moved_at_finish:
-                queue = self._queues[started.number]
+                queue = self._queues[started.stream_id]
                 if self._move_first(queue):
                     self._move_in_a_thread(queue)
             return started.ended.result(), started.results
@@ -130,7 +130,7 @@ class PairQueue:
         with self._lock:
             queue.popleft()
             if not queue:
-                del self._queues[transfer.number]
+                del self._queues[transfer.stream_id]
             return bool(queue)
 
     def _move(self, transfer: PairTransfer) -> None:
@@ -149,8 +149,8 @@ class PairQueue:
         """Send; return whether the other rank expected that."""
         patience = environment.NPU_DEVICE_STALL_TIMEOUT.get()
         # A connection leaves the table while it is used: one that fails must not be used again.
-        idle = self.idle.pop(transfer.number, None)
-        connection = idle or self._context.peers.connect(self._rank, transfer.number, patience)
+        idle = self.idle.pop(transfer.stream_id, None)
+        connection = idle or self._context.peers.connect(self._rank, transfer.stream_id, patience)
         with contextlib.ExitStack() as closing:
             closing.enter_context(connection).settimeout(CHECK_SECONDS)
             try:
@@ -168,15 +168,15 @@ class PairQueue:
                 self._move_all(connection.send, transfer.data)
             # The other rank confirms that it has the data.
             self._move_all(connection.recv_into, bytearray(1))
-            self._keep(transfer.number, connection, closing)
+            self._keep(transfer.stream_id, connection, closing)
             return bool(agrees)
 
     def _receive(self, transfer: PairTransfer) -> bool:
         """Receive; return whether the other rank sends what is expected."""
         while True:
-            connection = self.idle.pop(transfer.number, None)
+            connection = self.idle.pop(transfer.stream_id, None)
             connection = connection or self._context.peers.accept(
-                self._rank, transfer.number, self._is_over
+                self._rank, transfer.stream_id, self._is_over
             )
             if connection is None:
                 self._check()
@@ -194,14 +194,16 @@ class PairQueue:
                 if agrees:
                     self._move_all(connection.recv_into, transfer.data)
                 self._move_all(connection.send, b"\1")
-                self._keep(transfer.number, connection, closing)
+                self._keep(transfer.stream_id, connection, closing)
                 return agrees
 
-    def _keep(self, number: int, connection: socket.socket, closing: contextlib.ExitStack) -> None:
+    def _keep(
+        self, stream_id: int, connection: socket.socket, closing: contextlib.ExitStack
+    ) -> None:
         with self._lock:
             if not self._closed:
                 closing.pop_all()
-                self.idle[number] = connection
+                self.idle[stream_id] = connection
                 # The dictionary keeps insertion order, so its first connection is the one unused
                 # longest.
                 while len(self.idle) > _MOST_IDLE:
@@ -269,4 +271,4 @@ class Pairs(ArrayEngine):
 
 def _maker(pair: Group, sends: bool, array: np.ndarray) -> partial[PairTransfer]:
     flat = array.reshape(-1).view(np.uint8)
-    return partial(PairTransfer, pair.of_one_order().number, sends, flat)
+    return partial(PairTransfer, pair.of_one_order().digest, sends, flat)
