@@ -19,7 +19,7 @@ _DOMAINS = {"socket": "socket", "numa": "NUMA node", "l3cache": "L3 cache"}
 _LEAST_MEMORY = 1 << 30  # bytes a rank; TensorFlow itself takes about half of that
 _AS_FAST = 1.1  # an engine within this factor of the shortest time is as fast
 _SLOWER = 3  # measured for 100 MiB on two ranks (docs/notes.md)
-# A link is slow below this part of the speed that its interface claims: a core may be the limit of fast ones.
+# A link is slow below this fraction of the speed that its interface claims: a core may be the limit of fast ones.
 _SLOW_LINK = 0.25
 
 

@@ -50,9 +50,9 @@ def encode(message: Message) -> bytes:
     return join(json.dumps(message, separators=(",", ":")).encode())
 
 
-def join(*parts: bytes) -> bytes:
+def join(*contents: bytes) -> bytes:
     """Return a frame of JSON text that is already encoded."""
-    return _HEADER.pack(sum(map(len, parts))) + b"".join(parts)
+    return _HEADER.pack(sum(map(len, contents))) + b"".join(contents)
 
 
 class Reader:

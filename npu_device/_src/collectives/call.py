@@ -76,9 +76,9 @@ class Call:
 
 
 @functools.lru_cache(maxsize=1024)
-def _fingerprint(*parts: Any) -> tuple[int, int]:
+def _fingerprint(*contents: Any) -> tuple[int, int]:
     # blake2b, unlike ``hash``, gives the same number in every process.
-    digest = hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(json.dumps(contents).encode(), digest_size=8).digest()
     first, second = np.frombuffer(digest, dtype="<i4").tolist()
     return first, second
 

@@ -90,7 +90,7 @@ def say_open_ports(job: Job) -> None:
 
 
 class _Float16Line:
-    """Whether the line about float16 was said; a part of the job."""
+    """Whether the line about float16 was said; a component of the job."""
 
     is_said = False
 
@@ -98,7 +98,7 @@ class _Float16Line:
 def say_that_float16_may_be_slow(job: Job, group: Group) -> None:
     """Let rank 0 recommend other bits, once in a job, where Python converts what is sent between hosts."""
     engine = engine_name(job, group, [tf.float32])
-    line = job.part_or_new(_Float16Line)
+    line = job.component_or_new(_Float16Line)
     if engine not in ("tcp", "mpi") or line.is_said:
         return
     line.is_said = True

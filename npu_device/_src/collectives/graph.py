@@ -64,12 +64,12 @@ def fetchable(operations: Sequence) -> tf.Operation | None:
     return tf.group(*operations)
 
 
-def one_or_parts(call: _Call, parts: list[_Call]) -> list[_Call]:
-    """Return a list as one call, whose parts start as soon as their own inputs are there; in a session's graph, where a
-    call waits for all of its inputs, as one call for each part.
+def one_or_several(call: _Call, calls: list[_Call]) -> list[_Call]:
+    """Return a list as one call, which starts with the inputs that are there first; in a session's graph, where a
+    call waits for all of its inputs, as several calls.
     """
     if runs_if_fetched():
-        return parts
+        return calls
     return [call]
 
 

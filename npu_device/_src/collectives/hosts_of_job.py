@@ -35,7 +35,7 @@ class JobHosts:
         return self.number_of(range(len(self.leaders))) == 1
 
     def number_of(self, ranks: Iterable[int]) -> int:
-        """Return into how many parts ranks fall; the ranks of a part share memory."""
+        """Return how many hosts ranks are on, as far as ranks of a host share memory."""
         return len(set(map(self.leaders.__getitem__, ranks)))
 
     def uses_nccl(self, dtype: tf.DType) -> bool:

@@ -1,7 +1,7 @@
 """The job as this rank sees it: one object that owns all its state, from the rendezvous until this process leaves.
 
 A process joins one job at most. ``current`` is that job. Whatever belongs to a job is an attribute of it, or one of its
-parts, which higher floors add; nothing else holds state of a job, so that all of it ends with the job.
+components, which higher floors add; nothing else holds state of a job, so that all of it ends with the job.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from npu_device._src.collectives.group import WORLD_GROUP, Group, find_group
 from npu_device._src.collectives.sessions import SessionCollectives
 from npu_device._src.collectives.stall import StallWatch
 
-_Part = TypeVar("_Part")
+_Component = TypeVar("_Component")
 
 NEW_PROCESS = (
     "What to do if a cluster starts one job after another: let it start new processes for each. With Spark, set "
@@ -61,7 +61,7 @@ class Job(EngineContext):
         self.engines = Engines(self)
         self.threads = CallingThreads()
         self.sessions = SessionCollectives(self.health)
-        self._parts: dict[type, Any] = {}
+        self._components: dict[type, Any] = {}
         self.pid = os.getpid()
 
     @property
@@ -77,7 +77,7 @@ class Job(EngineContext):
 
     def forget_group(self, name: str) -> None:
         """Free what is held for a group that is destroyed, and for the groups made for its operations."""
-        # The group leaves the table first, so that nobody gets it while its parts are freed.
+        # The group leaves the table first, so that nobody gets it while it is freed.
         del self.groups[name]
         self.sessions.forget(name)
         self.engines.forget(name)
@@ -85,33 +85,33 @@ class Job(EngineContext):
 
     def add(self, component: Any) -> None:
         """Keep an object of a higher floor as long as the job; its ``close()``, if any, is called before this process
-        leaves. A job has one part of a class.
+        leaves. A job has one component of a class.
         """
-        self._parts[type(component)] = component
+        self._components[type(component)] = component
 
-    def end(self, part_type: type) -> None:
-        """Close the part of a class now, if there is one."""
-        close = getattr(self._parts.pop(part_type, None), "close", None)
+    def end(self, component_type: type) -> None:
+        """Close the component of a class now, if there is one."""
+        close = getattr(self._components.pop(component_type, None), "close", None)
         if close is not None:
             close()
 
-    def part(self, part_type: type[_Part]) -> _Part | None:
-        return cast("_Part | None", self._parts.get(part_type))
+    def component(self, component_type: type[_Component]) -> _Component | None:
+        return cast("_Component | None", self._components.get(component_type))
 
-    def part_or_new(self, part_type: type[_Part]) -> _Part:
-        """Return the part of a class, which is made without arguments at its first use."""
-        if part_type not in self._parts:
-            self.add(part_type())
-        return cast(_Part, self._parts[part_type])
+    def component_or_new(self, component_type: type[_Component]) -> _Component:
+        """Return the component of a class, which is made without arguments at its first use."""
+        if component_type not in self._components:
+            self.add(component_type())
+        return cast(_Component, self._components[component_type])
 
     def finish(self) -> None:
-        """Close the parts, and let what this rank has sent arrive."""
-        # Parts end in reverse order, since a later part may use an earlier one.
-        for part_type in reversed(list(self._parts)):
-            self.end(part_type)
+        """Close the components, and let what this rank has sent arrive."""
+        # Components end in reverse order, since a later one may use an earlier one.
+        for component_type in reversed(list(self._components)):
+            self.end(component_type)
         for callback in self.before_leaving:
             callback(self)
-        # Delivered last, as closing the parts may still send data.
+        # Delivered last, as closing the components may still send data.
         self.peers.deliver()
 
     def leave(self) -> None:

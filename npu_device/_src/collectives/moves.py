@@ -386,7 +386,7 @@ def join_blocks(rows: tf.Tensor, blocks: Blocks) -> tf.Tensor:
     """Return the buffer made of rows: block i is the beginning of row i. Zeros where there is no block."""
     # Blocks without elements may have any displacement.
     starts = tf.where(blocks.counts == 0, tf.zeros_like(blocks.displacements), blocks.displacements)
-    parts = []
+    padded = []
     end = tf.constant(0, tf.int64)
     for rank in tf.unstack(tf.cast(tf.argsort(starts, stable=True), tf.int64)):
         count = blocks.counts[rank]
@@ -394,6 +394,6 @@ def join_blocks(rows: tf.Tensor, blocks: Blocks) -> tf.Tensor:
         # If blocks overlap, the gap is negative, and tf.pad refuses it.
         gap = tf.where(is_empty, tf.constant(0, tf.int64), starts[rank] - end)
         block = tf.slice(rows, [rank, 0], [1, count])[0]
-        parts.append(tf.pad(block, [[gap, 0]]))
+        padded.append(tf.pad(block, [[gap, 0]]))
         end = tf.where(is_empty, end, starts[rank] + count)
-    return tf.concat(parts, axis=0)
+    return tf.concat(padded, axis=0)

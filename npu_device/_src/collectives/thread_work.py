@@ -232,8 +232,8 @@ def _words(value: Any, level: int = 0) -> Iterator[tuple[str, bool]]:
         yield name, False
     else:
         yield f"{name} {sorted(map(str, value))}" if kind is dict else name, False
-        for part in itertools.islice(_parts(value), _MOST_ELEMENTS):
-            yield from _words(part, level + 1)
+        for element in itertools.islice(_elements(value), _MOST_ELEMENTS):
+            yield from _words(element, level + 1)
 
 
 def _words_of_array(value: Any, name: str) -> Iterator[tuple[str, bool]]:
@@ -245,7 +245,7 @@ def _words_of_array(value: Any, name: str) -> Iterator[tuple[str, bool]]:
         yield f"{name} {dtype} {value.shape}", False
 
 
-def _parts(value: Any) -> Iterator:
+def _elements(value: Any) -> Iterator:
     """Generate what a value consists of, in an order that doesn't depend on the process."""
     if isinstance(value, (list, tuple)):
         yield from value
@@ -264,7 +264,9 @@ def _parts(value: Any) -> Iterator:
         if hasattr(value, "__dict__"):
             attributes = vars(value)
         # Only plain attributes are compared: what an object refers to says less about it, and may have no end.
-        plain = [(key, part) for key, part in list(attributes.items()) if type(part) in _PLAIN]
+        plain = [
+            (key, element) for key, element in list(attributes.items()) if type(element) in _PLAIN
+        ]
         yield from sorted(plain, key=str)
 
 

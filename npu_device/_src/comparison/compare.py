@@ -25,15 +25,17 @@ UPDATE = "update"
 STATE = "state"
 
 _FILE = "record.pickle"
-# Part of a tensor's norm: float32's own rounding in sums of a few hundred terms.
+# Fraction of a tensor's norm: float32's own rounding in sums of a few hundred terms.
 _TOLERANCE = 1e-6
 # The tolerance for sessions, whose inputs aren't changed, and for averages, which may travel in 16 bits.
 _TOLERANCE_UNPERTURBED = 1e-3
-_ROUNDINGS = 4 * 2.0**-23  # part of the norm of the weights: float32 rounds them at each update
-_MAJORITY = 0.75  # changes that this part of the variables stays below are allowed in all of them
-# A tensor counts as a multiple of the single process's if, after scaling, less than this part of the norm is left.
+_ROUNDINGS = 4 * 2.0**-23  # fraction of the norm of the weights: float32 rounds them at each update
+_MAJORITY = (
+    0.75  # changes that this fraction of the variables stays below are allowed in all of them
+)
+# A tensor counts as a multiple of the single process's if, after scaling, less than this fraction of the norm is left.
 _PURE = 0.1
-# A change of inputs in the last bit that moves a tensor by this part of its norm shows that it is rounding altogether.
+# If a change of inputs in the last bit moves a tensor by this fraction of its norm, the tensor is mere rounding.
 _ALL_ROUNDING = 0.01
 
 
@@ -233,7 +235,7 @@ def compare(single: Record, perturbed: Record, rank: Record) -> list[Deviation]:
 
 
 def _tolerance(record: Record, step: RecordedStep) -> float:
-    """Return the part of the norm of a tensor that it may differ by, besides what perturbed inputs do."""
+    """Return the fraction of the norm of a tensor that it may differ by, besides what perturbed inputs do."""
     tolerance = _TOLERANCE
     if not step.rows or record.by_horovod:
         tolerance = _TOLERANCE_UNPERTURBED

@@ -23,7 +23,7 @@ def last_bit(dtype: str) -> float:
 
 
 def changed(tensor: Any, by: float = _OF_FLOAT32, seed: int = 0) -> Any:
-    """Return a tensor of floats, each changed by a part of itself up or down; anything else as it is."""
+    """Return a tensor of floats, each changed by a fraction of itself up or down; anything else as it is."""
     if not isinstance(tensor, tf.Tensor) or not tensor.dtype.is_floating:
         return tensor
     shape = tf.shape(tensor)

@@ -14,7 +14,7 @@ from npu_device._src.compat.keras import HELD_ELSEWHERE, of_this_rank
 class SavedTensor(NamedTuple):
     owner: Any  # a variable, another trackable, or None for the graph of objects
     key: str
-    part: str  # part of a divided variable, as TensorFlow's files name it; else ""
+    slice_spec: str  # slice of a partitioned variable, as TensorFlow's files name it; else ""
     tensor: tf.Tensor
 
 
@@ -34,10 +34,10 @@ def tensors_of_checkpoint(checkpoint: tf.train.Checkpoint, is_whole: bool) -> li
 def _tensors(by_owner: dict[Any, dict[str, Any]]) -> Iterator[SavedTensor]:
     for owner, by_key in by_owner.items():
         for key, value in by_key.items():
-            by_part = value
+            by_slice = value
             if not isinstance(value, dict):
-                by_part = {"": value}
-            for part, saved in by_part.items():
+                by_slice = {"": value}
+            for slice_spec, saved in by_slice.items():
                 if saved is HELD_ELSEWHERE:
                     continue
                 # Older kinds of trackables tell their tensors in objects of their own.
@@ -46,4 +46,4 @@ def _tensors(by_owner: dict[Any, dict[str, Any]]) -> Iterator[SavedTensor]:
                     tensor = tensor()
                 # A variable without a value yet has none.
                 if tensor is not None:
-                    yield SavedTensor(owner, key, part, tensor)
+                    yield SavedTensor(owner, key, slice_spec, tensor)

@@ -19,7 +19,7 @@ from npu_device._src.collectives.agreed_engine import AgreedEngine, require_diff
 from npu_device._src.collectives.collective import Collective
 from npu_device._src.collectives.dtypes import reduced_dtype
 from npu_device._src.collectives.engine_text import say_that_float16_may_be_slow
-from npu_device._src.collectives.graph import one_or_parts, origin
+from npu_device._src.collectives.graph import one_or_several, origin
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
 from npu_device._src.collectives.ops import REDUCTIONS, digest_of, require_reduction
@@ -119,7 +119,7 @@ def reduce_list(
     tracer = None
     # Only gradients are summed or averaged; a trace has no other reductions.
     if options.reduction in ("mean", "sum"):
-        tracer = job.part(Tracer)
+        tracer = job.component(Tracer)
     if options.compression == "fp16":
         say_that_float16_may_be_slow(job, group)
     cut_list = _cut(job, tensors, options, group)
@@ -152,7 +152,7 @@ def reduce_list(
                 trace.segment(_own_or_last(segment, reduced, tensors))
     if trace is not None:
         reduced = trace.recorded_with(reduced)
-    job.part_or_new(ReducedTensors).add(reduced)
+    job.component_or_new(ReducedTensors).add(reduced)
     return reduced
 
 
@@ -182,7 +182,7 @@ def _cut(
     # A single dense tensor, the usual ``all_reduce``, needs no order.
     if len(tensors) == 1 and isinstance(tensors[0], tf.Tensor):
         return _CutList([[0]], sparse=[], calls=[([0], [[0]])])
-    orders = job.part_or_new(FirstOrders)
+    orders = job.component_or_new(FirstOrders)
     segments = cut(orders, tensors, options.reduction, options.fusion, group.name)
     sparse = []
     for position, tensor in enumerate(tensors):
@@ -190,10 +190,10 @@ def _cut(
             sparse.append(position)
     call = (range(len(tensors)), segments)
     # A segment that is a call of its own has all of its tensors in one segment.
-    parts: list = [(segment, [range(len(segment))]) for segment in segments]
+    calls: list = [(segment, [range(len(segment))]) for segment in segments]
     # Sparse tensors are in no segment: each of them is reduced by itself.
-    parts += [([position], []) for position in sparse]
-    return _CutList(segments, sparse, one_or_parts(call, parts))
+    calls += [([position], []) for position in sparse]
+    return _CutList(segments, sparse, one_or_several(call, calls))
 
 
 def _with_shape_of(tensor: Any, rows: Any) -> tf.IndexedSlices:
@@ -356,7 +356,7 @@ def all_finite(gradients: Sequence) -> tf.Tensor:
 
 
 class ReducedTensors:
-    """The results of the reductions of this rank; a part of the job."""
+    """The results of the reductions of this rank; a component of the job."""
 
     def __init__(self) -> None:
         self.calls = 0

@@ -90,7 +90,7 @@ _MAX_REMEMBERED = 1000
 
 
 class FirstOrders(dict[tuple[str, ...], list[int]]):
-    """The order of production in the first graph of each function; a part of the job."""
+    """The order of production in the first graph of each function; a component of the job."""
 
 
 def cut(

@@ -10,7 +10,7 @@ import tensorflow as tf
 from npu_device._src import compat
 from npu_device._src.gradients.reduction import weighted
 from npu_device._src.training.distribute import ranks
-from npu_device._src.training.watching.accumulated_parts import warn_of_file
+from npu_device._src.training.watching.partial_sums import warn_of_file
 from npu_device._src.training.watching.wrapped_optimizers import reducer_of, reducing_optimizer
 
 _as_it_is = compat.do_not_convert
@@ -216,4 +216,4 @@ class LocalGradients:
         self._sums.update(zip(map(id, without_sum), sums))
         reducer = reducer_of(reducing_optimizer(optimizer))
         if reducer is not None:
-            reducer.note_parts(sums, self._count, self.passes)
+            reducer.note_partial_sums(sums, self._count, self.passes)

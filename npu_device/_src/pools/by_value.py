@@ -62,12 +62,12 @@ def sent(function: Callable, arguments: tuple) -> tuple[Call, Offer]:
     return Call(pickled, lines, address, places), offer
 
 
-def call(parts: Call) -> bytes:
+def call(sent: Call) -> bytes:
     """Make a call on a rank; return its result as it is sent."""
-    linecache.cache.update(parts.lines)
-    memory = mapped(parts.memory)
-    arrays = [array_at(memory, place) for place in parts.places]
-    function, arguments = _Unpickler(parts.pickled, arrays).load()
+    linecache.cache.update(sent.lines)
+    memory = mapped(sent.memory)
+    arrays = [array_at(memory, place) for place in sent.places]
+    function, arguments = _Unpickler(sent.pickled, arrays).load()
     result = function(*arguments)
     try:
         return _pickled(result)

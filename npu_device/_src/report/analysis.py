@@ -17,7 +17,7 @@ from npu_device._src.trace.records import Iteration, RankTrace
 WARM_UP = 2
 """Recorded iterations at the beginning that don't count: they compile, and fill caches."""
 
-_EVEN = 0.02  # part of a step: a rank that is not later than this is as fast as the others
+_EVEN = 0.02  # fraction of a step: a rank that is not later than this is as fast as the others
 
 
 @dataclass(frozen=True)
@@ -136,9 +136,9 @@ def amount(size: float) -> str:
     return f"{size / 1e3:.1f} kB"
 
 
-_NEGLIGIBLE = 0.02  # part of a step that isn't worth a change
-_MAJORITY = 0.9  # part of the bytes
-_LARGE_UPDATE = 0.1  # part of a step that a divided update would save
+_NEGLIGIBLE = 0.02  # fraction of a step that isn't worth a change
+_MAJORITY = 0.9  # fraction of the bytes
+_LARGE_UPDATE = 0.1  # fraction of a step that a divided update would save
 _EQUAL = 4
 """Segments of equal bytes to try: about as fast as the best split that a model finds (docs/notes.md)."""
 NETWORK = 0.2e9

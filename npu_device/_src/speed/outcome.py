@@ -29,13 +29,15 @@ LEAST_ROUNDS = 5
 _DOUBT = 0.08
 """The chance that the spread misses the true median, at most: with five rounds, the spread is all of them."""
 
-_WIDTH = 0.02  # part of a speedup by which its spread may be wider with each round
+_WIDTH = 0.02  # fraction of a speedup by which its spread may be wider with each round
 _OUT_OF_STEP = 1.2  # times as many steps a second as another rank
-_TOLERANCE = 0.15  # part of the rows of a batch, whose last batch may be shorter
+_TOLERANCE = 0.15  # fraction of the rows of a batch, whose last batch may be shorter
 _WORTH_IT = 1.05  # the gain from which something is recommended
 _DISTURBED = 0.1  # cores that other programs take, from which they may have decided
 _SMALL = 1 << 20  # bytes of gradients that aren't worth segments
-_TCP = 0.45  # part of the time of TensorFlow's ring, for 100 MiB at 10 Gbit/s (docs/benchmarks.md)
+_TCP = (
+    0.45  # fraction of the time of TensorFlow's ring, for 100 MiB at 10 Gbit/s (docs/benchmarks.md)
+)
 _FILE = "outcome.pickle"
 
 _COUNTED = (
@@ -112,7 +114,7 @@ class Speedup:
         low, high: its spread.
         verdict: "faster", "slower", or "" if the spread covers 1 or there were too few rounds.
         memory: of all ranks, in bytes.
-        parts: where the time of a step goes, in ms, in a run that is traced.
+        step_times: where the time of a step goes, in ms, in a run that is traced.
     """
 
     ranks: int
@@ -125,7 +127,7 @@ class Speedup:
     high: float
     verdict: str
     memory: int
-    parts: dict[str, float]
+    step_times: dict[str, float]
 
     @property
     def setup(self) -> Setup:
@@ -195,7 +197,7 @@ def outcome(
             speedups.append(_speedup(setup, series, single, batch, lost_cores))
     by_ratio = sorted(speedups[1:], key=lambda speedup: speedup.ratio, reverse=True)
     advice = _choice(start, by_ratio)
-    # Remedies are for the number of ranks that is the fastest so far, and follow from how long its parts take.
+    # Remedies are for the number of ranks that is the fastest so far, and follow from the times of its step.
     if by_ratio and lost_cores < _DISTURBED:
         best = by_ratio[0].setup
         advice += _what_would_help(start, best, measured[best][0].analysis, batch)
@@ -268,7 +270,7 @@ def _speedup(
         high=high,
         verdict=_verdict(low, high, len(ratios), lost_cores),
         memory=sum(rank.memory for rank in runs[0].times),
-        parts=_parts(runs[0].analysis),
+        step_times=_step_times(runs[0].analysis),
     )
 
 
@@ -298,7 +300,7 @@ def _verdict(low: float, high: float, rounds: int, lost_cores: float) -> str:
     return ""
 
 
-def _parts(analysis: Analysis | None) -> dict[str, float]:
+def _step_times(analysis: Analysis | None) -> dict[str, float]:
     """Return where the step of the rank goes for which the others wait."""
     if analysis is None:
         return {}
@@ -366,8 +368,8 @@ def _what_would_help(
 def text(measured: Outcome, steps: int) -> str:
     """Return the table, with what was measured above it, and advice below."""
     speedups = measured.speedups
-    parts = next((speedup.parts for speedup in speedups if speedup.parts), {})
-    head = ["ranks", "samples/s", "steps/s", "speedup", "spread", "", "memory", *parts]
+    step_times = next((speedup.step_times for speedup in speedups if speedup.step_times), {})
+    head = ["ranks", "samples/s", "steps/s", "speedup", "spread", "", "memory", *step_times]
     rows = [head, *map(_cells, speedups)]
     widths = [max(map(len, column)) for column in itertools.zip_longest(*rows, fillvalue="")]
     table = ["  ".join(map(str.rjust, row, widths)).rstrip() for row in rows]
@@ -375,7 +377,7 @@ def text(measured: Outcome, steps: int) -> str:
         f"medians of {counted(speedups[0].rounds, 'round')} of at least {steps} steps",
         *measured.batch.split("; "),
     ]
-    if parts:
+    if step_times:
         notes.append(
             "parts of a step in ms, from a run that is traced, of the rank for which the others wait"
         )
@@ -407,6 +409,6 @@ def _cells(speedup: Speedup) -> list[str]:
         f"{speedup.steps_per_second:.3g}",
         *comparison,
         f"{speedup.memory / 2**30:.1f} GiB",
-        # One process has no parts: only reductions are traced.
-        *(f"{time:.1f}" for time in speedup.parts.values()),
+        # One process has no such times: only reductions are traced.
+        *(f"{time:.1f}" for time in speedup.step_times.values()),
     ]

@@ -100,7 +100,7 @@ def _warn_if_unreduced(job: Job) -> None:
         elif operation.type.startswith("Assign") and "value" in inputs:
             # The assigned tensor may be a mean of the variable, as in local SGD, or a sum of gradients.
             assigned.append(inputs["value"])
-    unreduced = job.part_or_new(ReducedTensors).missing_in([*trained.values(), *assigned])
+    unreduced = job.component_or_new(ReducedTensors).missing_in([*trained.values(), *assigned])
     # If only some were reduced, the rest may be meant to be this rank's own.
     if trained and len(unreduced) == len(trained) + len(assigned) and job.cluster.rank == 0:
         _log.warning(_UNREDUCED, named(list(trained)), job.cluster.world_size)

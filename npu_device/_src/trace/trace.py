@@ -127,7 +127,7 @@ def running() -> Tracer | None:
     job = current()
     if job is None:
         return None
-    return job.part(Tracer)
+    return job.component(Tracer)
 
 
 def start(job: Job, settings: Settings) -> None:

@@ -246,7 +246,7 @@ class StepRecorder:
         return outputs
 
     def _change_of(self, model: Any) -> float:
-        """Return by which part of themselves the inputs of a model are changed in this process."""
+        """Return by which fraction the inputs of a model are changed in this process."""
         last_bit = noise.last_bit(model.compute_dtype)
         self._record.last_bit = max(self._record.last_bit, last_bit)
         # With Horovod's names, each rank has to have gradients of its own.

@@ -61,7 +61,7 @@ class CallbackStates:
                 ordinal = sum(name.startswith(f"{class_name}.") for name in self._callbacks)
                 self._callbacks[f"{class_name}.{ordinal}"] = callback
 
-    # For the part of each rank in a checkpoint
+    # For the state of each rank in a checkpoint
 
     def collect(self) -> str:
         """Return what the callbacks remember, as text; the best weights go to ``arrays`` until they are saved."""

@@ -2,7 +2,7 @@
 
 It is written to the disk, or, if the ranks have ended for a node that comes or goes, to memory if it fits there.
 
-Each host has the copies of its ranks, and those of another host. So the part of a lost host comes from its neighbour,
+Each host has the copies of its ranks, and those of another host. So the state of a lost host comes from its neighbour,
 and the number of ranks may be another one than when the copies were made. The first rank of each host reads what its
 host has; all directories get all files.
 """
@@ -85,7 +85,7 @@ class _Copy(NamedTuple):
     is_last: bool  # the ranks have ended after it
     writer_by_rank: dict[
         int, int
-    ]  # for each rank of the copy, the first rank of a host that has its part
+    ]  # for each rank of the copy, the first rank of a host that has its state
 
     @property
     def step(self) -> int:
@@ -155,7 +155,7 @@ class _CheckpointOfCopy:
         """Write all files; return False, without a checkpoint, if some of the memory is damaged."""
         try:
             on_all_ranks(self._world, self._make_folder, _PROBLEM)
-            written = on_all_ranks(self._world, self._write_parts, _PROBLEM)
+            written = on_all_ranks(self._world, self._write_ranks, _PROBLEM)
             if None in written:
                 return False
             self._send(written)
@@ -174,13 +174,13 @@ class _CheckpointOfCopy:
             self._storage.directory.mkdir(0o700, exist_ok=True)
             self._partial.mkdir(exist_ok=True)
 
-    def _write_parts(self) -> dict[str, list[int]] | None:
+    def _write_ranks(self) -> dict[str, list[int]] | None:
         """Return size and checksum of each file, those of pieces without; None if some of the memory is damaged."""
         piece = f"{_PIECE}{self._storage.rank}-"
         files: dict[str, list[int]] = {}
         try:
             for rank, records in self._records.items():
-                self._write_part(rank, records, f"{piece}{rank}")
+                self._write_rank(rank, records, f"{piece}{rank}")
                 files |= folder.sync_files(self._partial, folder.own_prefix(rank))
             self._save(f"{piece}{folder.SHARED}", _by_name(self._common))
         except _DamagedError:
@@ -189,7 +189,7 @@ class _CheckpointOfCopy:
             files[path.name] = []
         return files
 
-    def _write_part(self, rank: int, records: Sequence[Record], piece: str) -> None:
+    def _write_rank(self, rank: int, records: Sequence[Record], piece: str) -> None:
         """Write what a rank has of its own, and its piece of the shared files."""
         prefix = folder.own_prefix(rank)
         differing = []
@@ -217,7 +217,7 @@ class _CheckpointOfCopy:
         tf.raw_ops.SaveV2(
             prefix=str(self._partial / prefix),
             tensor_names=list(names),
-            shape_and_slices=[record["part"] for record in records],
+            shape_and_slices=[record["slice"] for record in records],
             tensors=tensors,
         )
 

@@ -22,18 +22,18 @@ from npu_device._src.training.checkpoint.folder import CheckpointError
 from npu_device._src.training.checkpoint.job_copies import Copied, JobCopies
 from npu_device._src.training.checkpoint.join_requests import join_requests
 from npu_device._src.training.checkpoint.memory_copies import copier_of
-from npu_device._src.training.checkpoint.parts import (
+from npu_device._src.training.checkpoint.preemption import Preemption
+from npu_device._src.training.checkpoint.progress import note_progress
+from npu_device._src.training.checkpoint.selection import Storage, gather, on_all_ranks
+from npu_device._src.training.checkpoint.states import (
     Digests,
     RankState,
     SharedState,
     with_hidden_random_state,
 )
-from npu_device._src.training.checkpoint.preemption import Preemption
-from npu_device._src.training.checkpoint.progress import note_progress
-from npu_device._src.training.checkpoint.selection import Storage, gather, on_all_ranks
 from npu_device._src.training.opening import device
 from npu_device._src.training.opening.current_world import current_world
-from npu_device._src.training.watching.accumulated_parts import for_all_ranks, means_of, with_values
+from npu_device._src.training.watching.partial_sums import for_all_ranks, means_of, with_values
 from npu_device._src.version import __version__
 from npu_device._src.world.world import World
 
@@ -204,7 +204,7 @@ class JobCheckpoint:
             notes: values for JSON to find in ``notes`` after ``restore``; those of rank 0 are kept.
 
         Raises:
-            CheckpointError: a rank could not write its part, or another job writes there; on all ranks. The checkpoint
+            CheckpointError: a rank could not write its state, or another job writes there; on all ranks. The checkpoint
                 before is still whole and the latest.
             TypeError: JSON has no form for the notes.
             RuntimeError: the directory holds checkpoints of another run; the ranks save different steps, or
@@ -223,11 +223,11 @@ class JobCheckpoint:
         differing = self._compare(world, storage, step)
         # What this job leaves from here on is no obstacle to its next save.
         self._last_step = self._last_step or 0
-        parts = {} if world is None else self._shared.parts()
-        means = means_of([*parts.values()])
+        partial_sums = {} if world is None else self._shared.partial_sums()
+        means = means_of([*partial_sums.values()])
         partial = storage.partial(step)
         problem = f"the checkpoint of step {step} could not be written to {self._directory}:"
-        write = functools.partial(self._write, partial, storage, differing, parts, means)
+        write = functools.partial(self._write, partial, storage, differing, partial_sums, means)
         try:
             written = on_all_ranks(world, write, problem)
             files = {}
@@ -313,7 +313,7 @@ class JobCheckpoint:
         received_folder = storage.partial(chosen.step)
         # All folders in memory have the same files.
         is_sent = not chosen.is_complete and directory == self._directory
-        # Ranks that read no part of their own need a copy of the holder's shared part.
+        # Ranks that read no state of their own need a copy of the holder's shared state.
         needs_copy = is_sent and storage.keepers[chosen.holder] != storage.keepers[storage.rank]
         manifest = chosen.manifest
         lost = list(chosen.not_kept)
@@ -324,10 +324,10 @@ class JobCheckpoint:
             lost.extend(self._shared.read(source / folder.SHARED, manifest))
             if chosen.is_complete:
                 prefix = chosen.folder / folder.own_prefix(storage.rank)
-                not_kept, parts = self._own_state.read(prefix, self._shared.variables())
+                not_kept, partial_sums = self._own_state.read(prefix, self._shared.variables())
                 lost.extend(not_kept)
                 if world is not None:
-                    self._shared.note_parts(world, parts)
+                    self._shared.note_partial_sums(world, partial_sums)
 
         try:
             if is_sent and world is not None and storage.has_copies:
@@ -445,17 +445,17 @@ class JobCheckpoint:
         partial: Path,
         storage: Storage,
         differing: Mapping[str, Any],
-        parts: Mapping[str, Any],
+        partial_sums: Mapping[str, Any],
         means: Sequence[tf.Tensor],
     ) -> dict[str, Any]:
-        """Write the files of this rank; ``means`` are what one process has in the variables ``parts``."""
+        """Write the files of this rank; ``means`` are what one process has in the variables ``partial_sums``."""
         partial.mkdir(exist_ok=True)
         prefix = folder.own_prefix(storage.rank)
-        own_variables = {**differing, **parts}
-        self._own_state.write(partial / prefix, own_variables, [*parts])
+        own_variables = {**differing, **partial_sums}
+        self._own_state.write(partial / prefix, own_variables, [*partial_sums])
         written = folder.sync_files(partial, prefix)
         if storage.is_keeper:
-            with with_values([*parts.values()], means):
+            with with_values([*partial_sums.values()], means):
                 self._shared.write(partial / folder.SHARED)
             written |= folder.sync_files(partial, folder.SHARED)
         return written

@@ -19,10 +19,10 @@ from npu_device._src.training.checkpoint.memory_copies import (
     bytes_of_rank,
     tensors_of,
 )
-from npu_device._src.training.checkpoint.parts import RankState, SharedState, variables_of
 from npu_device._src.training.checkpoint.preemption import Preemption
 from npu_device._src.training.checkpoint.progress import note_progress
 from npu_device._src.training.checkpoint.selection import Storage, gather
+from npu_device._src.training.checkpoint.states import RankState, SharedState, variables_of
 from npu_device._src.world.world import World
 
 _log = logging.getLogger("npu_device")
@@ -114,7 +114,7 @@ class JobCopies:
         is_one_step = len({rank_step for rank_step, _ in reports}) == 1
         is_busy = any(rank_is_busy for _, rank_is_busy in reports)
         # Between two updates, what one process has would take a reduction: the copy comes after the next update.
-        if not is_one_step or is_busy or self._copied.shared.parts():
+        if not is_one_step or is_busy or self._copied.shared.partial_sums():
             return False
         own_state = self._copied.own_state
         own_state.collect()
@@ -137,7 +137,7 @@ class JobCopies:
             rank_of_last_copy = rank
         copied = tensors_of(checkpoint, paths, rank_of_last_copy)
         for name, content in own_state.files(folder.own_prefix(rank)).items():
-            copied.append(({"kind": FILE, "name": name, "part": ""}, content))
+            copied.append(({"kind": FILE, "name": name, "slice": ""}, content))
         self._copier.copy(header, copied)
         own_state.drop_arrays()
         self._newest_step = step

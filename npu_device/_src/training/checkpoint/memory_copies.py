@@ -69,7 +69,7 @@ Content = tuple[Record, Any]
 
 
 class Copier:
-    """Copies the part of one rank, in turns into its two slots, in a thread.
+    """Copies the state of one rank, in turns into its two slots, in a thread.
 
     Attributes:
         readable: the slots of the host on its first rank, none on the others.
@@ -234,7 +234,7 @@ class Copier:
 
 
 def copier_of(world: World | None, storage: Storage, is_demanded: bool) -> Copier | None:
-    """Return what copies the part of this rank; None if npurun holds no memory for all ranks.
+    """Return what copies the state of this rank; None if npurun holds no memory for all ranks.
 
     If copies are demanded, a warning tells it. Else they are made in a job of several nodes, when one comes or goes.
     """
@@ -282,7 +282,7 @@ def tensors_of(
         record = {
             "kind": OWNED if is_owned else SHARED,
             "name": saved.key,
-            "part": saved.part,
+            "slice": saved.slice_spec,
             # By the path of a variable, each rank's own values are read.
             "path": paths.get(id(saved.owner)),
             "dtype": saved.tensor.dtype.name,

@@ -36,7 +36,7 @@ SLOTS = 2  # slots of a rank: one to write, one with the copy before
 Key = tuple[int, int]
 """The attempt and the step of a copy: after a restart, the same step may have other bits."""
 Record = dict[str, Any]
-"""What a header tells of a tensor or file: ``name``, ``part``, ``bytes``, ``crc``, and whether it is ``held`` here."""
+"""What a header tells of a tensor or file: ``name``, ``slice``, ``bytes``, ``crc``, and whether it is ``held`` here."""
 
 
 class Span(NamedTuple):
@@ -126,7 +126,7 @@ def _opened(name: str, process: str, descriptor: str) -> Slot:
 
 
 class Slot:
-    """Memory for one copy of the part of one rank.
+    """Memory for one copy of the state of one rank.
 
     Attributes:
         header: the header that was loaded last, or begun.
@@ -228,7 +228,7 @@ class Slot:
 
 
 def full_name(record: Record) -> str:
-    return str(record["name"] + record["part"])
+    return str(record["name"] + record["slice"])
 
 
 def identity(record: Record) -> tuple:
@@ -236,7 +236,7 @@ def identity(record: Record) -> tuple:
 
     Equal checksums of one variable are taken for equal values, as in a checkpoint on the disk.
     """
-    return record["name"], record["part"], record["bytes"], record["crc"]
+    return record["name"], record["slice"], record["bytes"], record["crc"]
 
 
 def read(span: Span) -> memoryview | None:

@@ -43,13 +43,13 @@ class Storage(NamedTuple):
 class Chosen(NamedTuple):
     storage: Storage
     step: int
-    holder: int  # the lowest rank whose directory has the shared part
+    holder: int  # the lowest rank whose directory has the shared state
     manifest: dict[str, Any]  # that of the holder: a rank may have the one of another host
     not_kept: list[str]
 
     @property
     def is_complete(self) -> bool:
-        """Return whether each rank restores its own part, too; else the holder sends the shared one to the others."""
+        """Return whether each rank restores its own state, too; else the holder sends the shared one to the others."""
         return not self.not_kept
 
     @property
@@ -62,7 +62,7 @@ class Chosen(NamedTuple):
         return sorted(name for name in self.manifest["files"] if name.startswith(prefix))
 
 
-# What is wrong with the shared part, or None; the same for this rank's own part; the world size.
+# What is wrong with the shared state, or None; the same for this rank's own state; the world size.
 _View = tuple[Optional[str], Optional[str], int]
 
 
@@ -142,17 +142,17 @@ def _judge(storage: Storage, step: int) -> _View:
     shared = None
     if storage.is_keeper:
         shared = folder.damage(directory, step, files, folder.SHARED)
-    own_part = None
-    # With another number of ranks, none gets its own part back.
+    own = None
+    # With another number of ranks, none gets its own state back.
     if size == len(storage.keepers):
-        own_part = folder.damage(directory, step, files, folder.own_prefix(storage.rank))
-    return shared, own_part, size
+        own = folder.damage(directory, step, files, folder.own_prefix(storage.rank))
+    return shared, own, size
 
 
 def _problems(world: World | None, storage: Storage, views: list[_View]) -> list[str]:
     ranks_by_text: dict[str, int] = {}
-    for rank, (shared, own_part, _) in enumerate(views):
-        for text in (shared, own_part):
+    for rank, (shared, own, _) in enumerate(views):
+        for text in (shared, own):
             if text is not None:
                 ranks_by_text.setdefault(text, rank)
     if world is None or not storage.has_copies:

@@ -57,7 +57,7 @@ def allreduce(
         return tensor
     tensor = compat.to_tensor(tensor)
     reduced = _ops.all_reduce(world.job, tensor, reduction, world.group)
-    world.job.part_or_new(ReducedTensors).add([reduced])
+    world.job.component_or_new(ReducedTensors).add([reduced])
     return reduced
 
 

@@ -112,7 +112,7 @@ def _warn_if_uneven(count: int, world_size: int, batch: int) -> None:
 
 
 class _DivisionCount:
-    """How many datasets were divided; a part of the job."""
+    """How many datasets were divided; a component of the job."""
 
     count = 0
 
@@ -120,7 +120,7 @@ class _DivisionCount:
 def _compare_shuffles(job: Job, dataset: Any) -> None:
     """Warn if a dataset is shuffled in another order on each rank. No rank waits: the last one compares."""
     seeds = compat.shuffle_seeds(dataset)
-    divided = job.part_or_new(_DivisionCount)
+    divided = job.component_or_new(_DivisionCount)
     divided.count += 1
     # Without a seed, TensorFlow draws one on each rank.
     if any(set(pair) == {0} for pair in seeds):

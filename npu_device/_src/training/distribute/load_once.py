@@ -87,7 +87,7 @@ def load_once(function: Callable, *arguments: Any) -> Any:
 
 def load(world: World, function: Callable, *arguments: Any, quiet: bool = False) -> Any:
     """Load as ``load_once`` on several ranks; ``quiet`` without the line at the start."""
-    calls = world.job.part_or_new(_LoadCount)
+    calls = world.job.component_or_new(_LoadCount)
     calls.count += 1
     load_call = _LoadCall(world, calls.count)
     if load_call.is_loading_rank:

@@ -133,14 +133,14 @@ def exchange_of_layer(world: World, step: CurrentStep | None, inputs: tf.Tensor)
     # A loop of the script says by its reductions how its ranks count.
     if step is None:
         samples = tf.shape(inputs)[0]
-        return world.job.part_or_new(Loops).exchange(world, samples)
+        return world.job.component_or_new(Loops).exchange(world, samples)
     # A layer comes here if it isn't part of the replicated model, or if ``fit`` had replaced its method.
     options = ReductionOptions("sum", fusion=0)
     return exchange_of_step(step, lambda sums: step.reduce([sums], options)[0])
 
 
 class Loops:
-    """How the loop of the script combines the gradients of the ranks; a part of the job.
+    """How the loop of the script combines the gradients of the ranks; a component of the job.
 
     Each rank differentiates its own loss, and what the ranks exchange gets the gradient of the sum of these losses. If
     gradients are weighted by samples afterwards (``weighted_mean``), that sum is weighted, too. A script is expected to

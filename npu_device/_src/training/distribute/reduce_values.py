@@ -146,7 +146,7 @@ def watch_reduction(
     if world.group.name == WORLD_GROUP:
         pair = functools.partial(pair_of, own_tensors, reduced, options.reduction, world.size)
     note_reduced(world, values)
-    watching = world.job.part(AppliedGradients)
+    watching = world.job.component(AppliedGradients)
     if watching is not None:
         watching.note_reduced(values, pair)
     return pair

@@ -68,7 +68,7 @@ def _all_reduce(self: Any, reduce_op: Any, value: Any, options: Any = None) -> A
     job = jobs.current()
     layers = None
     if job is not None:
-        layers = job.part(SynchronizedLayers)
+        layers = job.component(SynchronizedLayers)
     caller = compat.normalization_at_work()
     sums = None
     if layers is not None and caller is not None:
@@ -92,13 +92,13 @@ def _note_cast() -> None:
     job = jobs.current()
     layers = None
     if job is not None:
-        layers = job.part(SynchronizedLayers)
+        layers = job.component(SynchronizedLayers)
     if layers is not None:
         layers.install(compat.called_normalizations())
 
 
 class SynchronizedLayers:
-    """The layers with ``synchronized=True`` in loops of the script; a part of the job."""
+    """The layers with ``synchronized=True`` in loops of the script; a component of the job."""
 
     def __init__(self) -> None:
         self._group = WORLD_GROUP  # group over which layers normalize
@@ -209,17 +209,17 @@ class SynchronizedLayers:
 def find_layers(world: World) -> None:
     """Have the synchronized layers of the script normalize over these ranks."""
     if can_compare():
-        world.job.part_or_new(SynchronizedLayers).find(world.group.name)
+        world.job.component_or_new(SynchronizedLayers).find(world.group.name)
 
 
 def note_reduced(world: World, values: Any, by_samples: bool = False) -> None:
     """Note that what may be gradients is reduced in a loop; rank 0 warns of layers that normalize by one rank."""
     if not can_compare() or current_step() is not None:
         return
-    world.job.part_or_new(Loops).note_reduced(values, by_samples)
+    world.job.component_or_new(Loops).note_reduced(values, by_samples)
     # One rank is enough to warn, since the layers are the same on all ranks.
     if world.job.cluster.rank == 0:
-        world.job.part_or_new(SynchronizedLayers).note_reduced(values)
+        world.job.component_or_new(SynchronizedLayers).note_reduced(values)
 
 
 def _is_built(layer: Any) -> bool:

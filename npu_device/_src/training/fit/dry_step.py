@@ -107,14 +107,14 @@ class DryStep:
         self._while_tracing.callback(replaced.restore)
         # A real exchange would wait for the other ranks, which may not get this far.
         self._world = _VirtualRanks(tf.compat.v1.get_default_graph(), is_first)
-        for layer in self._context.parts.layers:
+        for layer in self._context.objects.layers:
             if _differs_in_noise_only(layer):
                 replaced.replace(layer, "call", _call_as_in_inference)
         for optimizer in training_state.optimizers(self._context.model):
             self._record(optimizer, replaced)
         share = Share(batch, units, total)
         # Left out, since metrics may count anything, and random numbers would be those of any rank.
-        parts = replace(self._context.parts, metrics=[], trackers=[], statistics=[])
+        objects = replace(self._context.objects, metrics=[], trackers=[], statistics=[])
         context = self._context
         virtual = StepContext(
             self._world,
@@ -123,14 +123,14 @@ class DryStep:
             own_step=context.own_step,
             sums=context.sums,
             checksum=context.checksum,
-            known_parts=parts,
+            known_objects=objects,
         )
         self._while_tracing.enter_context(Step(virtual, share))
         step = current_step()
         assert step is not None
         step.is_dry_run = True
         self.step = step
-        self._metric_results = note_numbers(step, self._context.parts.metrics, replaced)
+        self._metric_results = note_numbers(step, self._context.objects.metrics, replaced)
         return share
 
     @compat.do_not_convert
@@ -144,7 +144,7 @@ class DryStep:
         number = self.step.numbers[name]
         taker, _, place = name.partition(" ")
         if taker == METRIC:
-            metric = self._context.parts.metrics[int(place.split()[0])]
+            metric = self._context.objects.metrics[int(place.split()[0])]
             return f"the metric {metric.name!r}"
         if taker != LOGS or not isinstance(self.logs, dict):
             return None

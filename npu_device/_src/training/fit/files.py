@@ -296,7 +296,7 @@ def saving(world: World, method: Callable) -> Callable:
         return method
     write = _by_method()(method)
     job = world.job
-    saves = job.part(Saves)
+    saves = job.component(Saves)
     if saves is None:
         # One object serves the whole job, whatever the number of models: paths are counted together.
         saves = Saves(job)

@@ -336,15 +336,15 @@ def _mixture(context: StepContext, samples: Samples) -> Mixture | None:
 def _variables(context: StepContext) -> tuple[dict[int, Any], set[int]]:
     """Return the variables that a step may change only as one process does, and those that are averaged; by handle."""
     model = context.model
-    parts = context.parts
+    objects = context.objects
     named = _by_handle(training_state.common(model, compat.variables_of(model)))
     named.update(_by_handle(training_state.loose_variables(model)))
     # The ranks reduce the states of metrics and optimizers themselves.
     reduced = training_state.optimizer_state(model)
-    reduced += [variable for metric in parts.metrics for variable in metric.variables]
+    reduced += [variable for metric in objects.metrics for variable in metric.variables]
     for handle in _by_handle(reduced):
         named.pop(handle, None)
-    return named, set(_by_handle(parts.statistics))
+    return named, set(_by_handle(objects.statistics))
 
 
 def _by_handle(variables: Iterable) -> dict[int, Any]:
@@ -365,7 +365,7 @@ _LAYERS_OF_SCRIPTS = (*xla.LAYERS_OF_SCRIPTS, "AddLoss")
 def needs_no_check(context: StepContext, batch: Any) -> bool:
     """Return True for a functional model of Keras's own layers with a built-in loss and dense inputs of one length."""
     model = context.model
-    losses = context.parts.losses
+    losses = context.objects.losses
     if context.is_custom or not compat.belongs_to_keras(type(model)) or not losses:
         return False
     optimizers = training_state.optimizers(model)

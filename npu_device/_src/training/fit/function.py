@@ -8,7 +8,7 @@ from npu_device._src import compat, environment
 from npu_device._src.collectives.engine_text import say
 from npu_device._src.training.fit import first_step, randomness, sources, start
 from npu_device._src.training.fit.divided import Divided
-from npu_device._src.training.fit.model_parts import parts_of
+from npu_device._src.training.fit.model_objects import objects_of
 from npu_device._src.training.fit.randomness import RandomNumbers
 from npu_device._src.training.fit.replica_state import ReplicaState
 from npu_device._src.training.fit.step import divide
@@ -128,7 +128,7 @@ class Function(StepContext):
             # A broadcast callback names its root for one start only.
             self._state.root_rank = 0
         # Building may have added layers and variables.
-        self.known_parts = parts_of(self.model)
+        self.known_objects = objects_of(self.model)
         rows = self._rows_of_first(pulled)
         self._compare_first_batches(pulled, rows or 0)
         if is_training and pulled:

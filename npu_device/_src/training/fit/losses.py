@@ -15,7 +15,7 @@ from typing import Any, Callable
 import tensorflow as tf
 
 from npu_device._src import compat
-from npu_device._src.training.fit.model_parts import ModelParts
+from npu_device._src.training.fit.model_objects import ModelObjects
 from npu_device._src.training.fit.replaced import Replaced
 from npu_device._src.world.current_step import CurrentStep
 from npu_device._src.world.world import World
@@ -29,21 +29,21 @@ class Losses:
     """Stands in for the losses' ``call``, the layers' ``add_loss``, and in Keras 3 the model's ``compute_loss``."""
 
     def __init__(
-        self, model: Any, parts: ModelParts, step: CurrentStep, world: World, replaced: Replaced
+        self, model: Any, objects: ModelObjects, step: CurrentStep, world: World, replaced: Replaced
     ) -> None:
         self._step = step
         self._world = world
-        for index, loss in enumerate(parts.losses):
+        for index, loss in enumerate(objects.losses):
             # Keras's reduction is bound here, since ``_call`` sets it to "sum" while the step runs.
             call = partial(self._call, f"{LOSS} {index}", loss, loss.reduction)
             replaced.replace(loss, "call", call)
             replaced.keep(loss, "reduction")
-        for index, layer in enumerate(parts.layers):
+        for index, layer in enumerate(objects.layers):
             # Keras's own layers add no sums over samples, except those in ``parts.regularized``.
             if not compat.belongs_to_keras(type(layer)) or compat.adds_loss_of_script(layer):
                 add_loss = partial(self._add_loss, f"{ADDED_LOSS} {index}")
                 replaced.replace(layer, "add_loss", add_loss)
-        for layer in parts.regularized:
+        for layer in objects.regularized:
             replaced.replace(layer, "activity_regularizer", self._regularize)
         if compat.is_keras_3(compat.keras_of(model)):
             replaced.replace(model, "compute_loss", _compute_with_masks)

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from npu_device._src import compat
 from npu_device._src.training.fit.metric_functions import gives_values_of_samples
-from npu_device._src.training.fit.model_parts import ModelParts
+from npu_device._src.training.fit.model_objects import ModelObjects
 from npu_device._src.training.fit.replaced import Replaced
 from npu_device._src.world.current_step import CurrentStep
 from npu_device._src.world.world import World
@@ -54,16 +54,16 @@ class Metrics:
     add_increments: Callable[[], None]
 
     def __init__(
-        self, parts: ModelParts, step: CurrentStep, world: World, replaced: Replaced
+        self, objects: ModelObjects, step: CurrentStep, world: World, replaced: Replaced
     ) -> None:
         self._step = step
         self._world = world
-        self._metrics = parts.metrics
+        self._metrics = objects.metrics
         self._results: list[_Result] = []
-        keras = compat.keras_of(parts.layers[0])
+        keras = compat.keras_of(objects.layers[0])
         # In tf-keras, the losses of samples count by their number; in Keras 3, their mean counts as one.
         self._counts_losses = not compat.is_keras_3(keras)
-        trackers = set(map(id, parts.trackers))
+        trackers = set(map(id, objects.trackers))
         for index, metric in enumerate(self._metrics):
             is_tracker = id(metric) in trackers
             update = self._update_of(metric, keras.metrics, f"{METRIC} {index}", is_tracker)

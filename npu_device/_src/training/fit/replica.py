@@ -47,7 +47,7 @@ from npu_device._src.training.fit.sources import modes_that_differ
 from npu_device._src.training.fit.step import predict_step, train_or_test_step
 from npu_device._src.training.opening.current_world import world_unless_child
 from npu_device._src.training.watching import training_state
-from npu_device._src.training.watching.accumulated_parts import settle
+from npu_device._src.training.watching.partial_sums import settle
 from npu_device._src.training.watching.same_variables import warn_if_different
 from npu_device._src.world.world import World
 

@@ -182,7 +182,7 @@ def _without_seeds(graph: Any) -> Any:
 
 _LOOKS = (20, 200, 2000)  # calls of the train function before the waits are timed
 _CALLS = 5  # calls that are timed in a row: one that fills a buffer doesn't count
-_SHARE = 0.25  # the part of a step that is worth a warning
+_SHARE = 0.25  # the fraction of a step that is worth a warning
 
 _WHOLE = (
     "Each rank prepares the whole batch and keeps its share.\nWhat to do: let each rank prepare its own samples only, "

@@ -167,15 +167,15 @@ class Step:
 
     def __init__(self, context: StepContext, share: Share) -> None:
         world = context.world
-        parts = context.parts
+        objects = context.objects
         self._world = world
         self._context = context
         current = _current_step(context, share)
         self._current = current
         self._replaced = Replaced()
-        self._metrics = Metrics(parts, current, world, self._replaced)
+        self._metrics = Metrics(objects, current, world, self._replaced)
         # Only replaces methods of losses and layers, so that nothing has to refer to it.
-        Losses(context.model, parts, current, world, self._replaced)
+        Losses(context.model, objects, current, world, self._replaced)
         if xla.compiles_call(context.model):
             xla.compile_call(context.model, self._replaced)
         self._random_numbers: Optional[RandomNumbers] = None
@@ -183,9 +183,9 @@ class Step:
         additive = self._metrics.additive_variables()
         increments = [(variable, current.sum_factor) for variable in additive]
         if context.mode == "train":
-            synchronize_layers(parts.layers, current, world, self._replaced)
-            self._random_numbers = RandomNumbers(world, parts.generators, self._replaced)
-            increments += [(variable, current.fraction) for variable in parts.statistics]
+            synchronize_layers(objects.layers, current, world, self._replaced)
+            self._random_numbers = RandomNumbers(world, objects.generators, self._replaced)
+            increments += [(variable, current.fraction) for variable in objects.statistics]
         self._increments = [Increments(increments, world.sum_over_ranks)]
         self._known_variables = set(map(id, additive))
         self._metrics.add_increments = self._reduce_increments

@@ -7,7 +7,7 @@ from typing import Any, Callable, Optional
 
 from npu_device._src import compat
 from npu_device._src.training.fit.batch_checksum import RunningChecksum
-from npu_device._src.training.fit.model_parts import ModelParts, parts_of
+from npu_device._src.training.fit.model_objects import ModelObjects, objects_of
 from npu_device._src.training.fit.randomness import RandomNumbers
 from npu_device._src.world.current_step import Sums
 from npu_device._src.world.share import Share
@@ -44,7 +44,7 @@ class StepContext:
     has_own_data: bool = False
     predicts_rows: dict[str, bool] = field(default_factory=dict)
     after_draws: Callable[[RandomNumbers, Share], None] = _ignore
-    known_parts: Optional[ModelParts] = None
+    known_objects: Optional[ModelObjects] = None
 
     @property
     def is_custom(self) -> bool:
@@ -52,8 +52,8 @@ class StepContext:
         return not compat.belongs_to_keras(self.own_step)
 
     @property
-    def parts(self) -> ModelParts:
-        """Return the parts of the model that take part in a step; found after the model has been built."""
-        if self.known_parts is None:
-            self.known_parts = parts_of(self.model)
-        return self.known_parts
+    def objects(self) -> ModelObjects:
+        """Return the objects of the model that its step uses; found after the model has been built."""
+        if self.known_objects is None:
+            self.known_objects = objects_of(self.model)
+        return self.known_objects

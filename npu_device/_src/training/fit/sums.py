@@ -166,7 +166,7 @@ def sums_in_words(context: StepContext, checked: CheckedStep) -> str:
     for name in [name for name, is_sum in checked.sums.items() if is_sum]:
         taker, _, position = name.partition(" ")
         if name.startswith(LOSS):
-            loss = context.parts.losses[int(position.split()[0])]
+            loss = context.objects.losses[int(position.split()[0])]
             texts.append(f"the loss {getattr(loss, 'name', None) or type(loss).__name__}")
         elif name.startswith(ADDED_LOSS):
             line = where(checked.dry_step.numbers[name].op)

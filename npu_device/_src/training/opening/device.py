@@ -374,7 +374,7 @@ def running_job() -> Job | None:
         )
     if (job := jobs.current()) is not None:
         # A script may import a Keras after ``npu.open()``.
-        hook = job.part(OptimizerHook)
+        hook = job.component(OptimizerHook)
         if hook is not None:
             hook.find_keras()
         return job

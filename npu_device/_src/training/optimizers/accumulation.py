@@ -16,7 +16,7 @@ import tensorflow as tf
 from npu_device._src import compat
 from npu_device._src.gradients.reduction import Gradient
 from npu_device._src.trace.trace import iteration
-from npu_device._src.training.watching.accumulated_parts import note_parts, warn_of_file
+from npu_device._src.training.watching.partial_sums import note_partial_sums, warn_of_file
 from npu_device._src.world.world import World
 
 _Reduce = Callable[..., "list[Gradient]"]
@@ -45,7 +45,7 @@ def note_accumulators(world: World, optimizer: Any) -> None:
     """Note where an optimizer adds up the gradients of this rank, if it is built."""
     accumulators = compat.all_accumulators_of(optimizer)
     steps = compat.accumulation_steps(optimizer)
-    note_parts(world, accumulators, compat.steps_made(optimizer), steps)
+    note_partial_sums(world, accumulators, compat.steps_made(optimizer), steps)
 
 
 def accumulate(

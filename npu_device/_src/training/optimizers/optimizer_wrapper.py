@@ -41,7 +41,7 @@ from npu_device._src.training.optimizers.finite_gradients import checked, with_n
 from npu_device._src.training.optimizers.reducing_methods import install
 from npu_device._src.training.sharding.divided_update import DividedUpdate
 from npu_device._src.training.sharding.divisible import divided_update, tell_undivided
-from npu_device._src.training.watching.accumulated_parts import note_parts
+from npu_device._src.training.watching.partial_sums import note_partial_sums
 from npu_device._src.training.watching.replica_audit import Audit
 from npu_device._src.training.watching.same_samples import Pair, pair_of
 from npu_device._src.training.watching.same_variables import ComparedVariables, make_equal
@@ -431,9 +431,9 @@ class GradientReducer:
             return list(gradients)
         return [weighted(gradient, self.factor_for_mean) for gradient in gradients]
 
-    def note_parts(self, variables: Sequence, counter: Any, period: int) -> None:
-        """Note variables in which this rank accumulates its contributions, as ``accumulated_parts.note_parts`` does."""
-        note_parts(self._world, variables, counter, period)
+    def note_partial_sums(self, variables: Sequence, counter: Any, period: int) -> None:
+        """Note variables in which this rank accumulates its contributions, as ``partial_sums`` does."""
+        note_partial_sums(self._world, variables, counter, period)
 
     def _means(
         self, optimizer: Any, contributions: Sequence[Gradient], owners: Owners = None

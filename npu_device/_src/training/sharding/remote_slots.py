@@ -94,7 +94,7 @@ class OptimizerSlots:
             self._updates = tf.Variable(0, trainable=False, dtype=tf.int64)
             self._has_incoming = tf.Variable(False, trainable=False)
             self._are_apart = tf.Variable(False, trainable=False)
-        exchange = job.part(SlotExchange)
+        exchange = job.component(SlotExchange)
         if exchange is None:
             exchange = SlotExchange(job)
             job.add(exchange)
@@ -307,7 +307,7 @@ def _from_bytes(content: bytearray | memoryview, variable: Any) -> tf.Tensor:
 
 
 class SlotExchange:
-    """The slots of all optimizers of this rank, for the others; a part of the job."""
+    """The slots of all optimizers of this rank, for the others; a component of the job."""
 
     def __init__(self, job: Job) -> None:
         self._job = job

@@ -63,7 +63,7 @@ class UnequalStartError(RuntimeError):
 
 
 class AppliedGradients:
-    """The optimizers that apply gradients in a job; a part of the job."""
+    """The optimizers that apply gradients in a job; a component of the job."""
 
     def __init__(self, job: Job, last_word: LastWord) -> None:
         self._job = job
@@ -140,7 +140,7 @@ class AppliedGradients:
         is_wrapped = reducer_of(optimizer) is not None
         unreduced = []
         if not is_wrapped:
-            unreduced = self._job.part_or_new(ReducedTensors).missing_in(step.gradients)
+            unreduced = self._job.component_or_new(ReducedTensors).missing_in(step.gradients)
         if not unreduced and watched.applied is not Applied.REDUCED:
             watched.applied = Applied.REDUCED
             self._last_word.add_optimizer(optimizer, step.variables)

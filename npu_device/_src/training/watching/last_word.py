@@ -25,8 +25,8 @@ from npu_device._src.cluster.rank_errors import ClusterError
 from npu_device._src.cluster.time_limits import LAST_WORD_SECONDS
 from npu_device._src.collectives.job import Job
 from npu_device._src.gradients.reduction import ReducedTensors
-from npu_device._src.training.watching.accumulated_parts import is_part
 from npu_device._src.training.watching.digests import checksum, differences, variable_name
+from npu_device._src.training.watching.partial_sums import is_partial_sum
 from npu_device._src.training.watching.schedule import can_compare
 
 _log = logging.getLogger("npu_device")
@@ -62,7 +62,7 @@ class _Noted:
 
 
 class LastWord:
-    """The variables that all ranks of a job have made equal; a part of the job."""
+    """The variables that all ranks of a job have made equal; a component of the job."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -88,7 +88,7 @@ class LastWord:
                 key = f"{label or self._calls}/{position}"
                 noted[id(inner)] = _Noted(key, reference, variable_name(variable))
             if not label:
-                noted[id(inner)].calls = self._job.part_or_new(ReducedTensors).calls
+                noted[id(inner)].calls = self._job.component_or_new(ReducedTensors).calls
 
     def add_if_equal(self, variables: Sequence) -> None:
         """Note variables that may be equal on all ranks now, while a function is traced."""
@@ -155,7 +155,7 @@ class LastWord:
                     variables[f"{key}/{position}"] = (state, variable_name(state))
         candidates = []
         for key, (variable, name) in variables.items():
-            if hasattr(variable, "trainable") and not is_part(variable):
+            if hasattr(variable, "trainable") and not is_partial_sum(variable):
                 # Moving statistics aren't trainable, and may differ.
                 must_be_equal = bool(variable.trainable) or id(variable) in of_optimizers
                 candidates.append((key, variable, name, must_be_equal))

@@ -18,7 +18,7 @@ _log = logging.getLogger("npu_device")
 
 
 class OptimizerHook:
-    """The wrapped methods of the optimizer classes of each Keras; a part of the job."""
+    """The wrapped methods of the optimizer classes of each Keras; a component of the job."""
 
     def __init__(self, job: Job, last_word: LastWord) -> None:
         job.add(AppliedGradients(job, last_word))
@@ -64,7 +64,7 @@ def _wrapper(original: Callable, parameter: str) -> Callable:
         job = current()
         watching = None
         if job is not None and not job.in_fork:
-            watching = job.part(AppliedGradients)
+            watching = job.component(AppliedGradients)
         if watching is None:
             return original(self, gradients, *further, **kwargs)
         reducer = None

@@ -161,7 +161,7 @@ class PostedSums:
         """Return whether what an optimizer trains may be averaged for the first time much later, as in local SGD: since
         it has been made equal, nothing was reduced. If it never is, ``last_word`` names it.
         """
-        calls = self._job.part_or_new(ReducedTensors).calls
+        calls = self._job.component_or_new(ReducedTensors).calls
         calls_before = map(self._last_word.calls_before, watched.trained)
         return calls == 0 or all(before == calls for before in calls_before)
 

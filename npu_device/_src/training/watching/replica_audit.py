@@ -24,9 +24,9 @@ from npu_device._src.cluster.rank_errors import ClusterError
 from npu_device._src.cluster.time_limits import DETAILS_SECONDS
 from npu_device._src.collectives.graph import call_now
 from npu_device._src.collectives.ops import all_reduce
-from npu_device._src.training.watching.accumulated_parts import without_parts
 from npu_device._src.training.watching.applied_gradients import AppliedGradients
 from npu_device._src.training.watching.digests import Digest, differences, digest_of, variable_name
+from npu_device._src.training.watching.partial_sums import without_partial_sums
 from npu_device._src.training.watching.same_samples import Pair, SameSamples
 from npu_device._src.training.watching.same_variables import not_compared
 from npu_device._src.training.watching.schedule import (
@@ -104,7 +104,7 @@ class Audit:
         if not is_off:
             states = []
             if keeps_order:
-                states = without_parts(compat.optimizer_variables(optimizer, variables))
+                states = without_partial_sums(compat.optimizer_variables(optimizer, variables))
             audited = unique([*variables, *states])
         names = list(map(variable_name, audited))
         if keeps_order:
@@ -154,7 +154,7 @@ class Audit:
             self._step_seconds = (time_now - previous_time) / max(1, count - previous_count)
         self._previous = (count, time_now)
         self._began = time_now
-        applied = self._world.job.part(AppliedGradients)
+        applied = self._world.job.component(AppliedGradients)
         # This rank is silent while it isn't known to apply the gradients that it has reduced by hand.
         is_silent = False
         if applied is not None:
@@ -224,14 +224,14 @@ class Audit:
 
 
 class _LoopAudits(dict[tuple[int, ...], Audit]):
-    """The audits of variables whose gradients a loop of the script reduces, by their ids; a part of the job."""
+    """The audits of variables whose gradients a loop of the script reduces, by their ids; a component of the job."""
 
 
 def audit_loop(world: World, variables: Sequence, pair: Callable[[], Pair | None] | None) -> None:
     """Audit, if it is time, variables whose gradients a ``tf.function`` has reduced; ``pair`` returns one of these."""
     if world.size == 1 or not can_compare():
         return
-    audits = world.job.part_or_new(_LoopAudits)
+    audits = world.job.component_or_new(_LoopAudits)
     key = tuple(map(id, variables))
     if key not in audits:
         # Functions that are made again go on with the same count. So an audit lives as long as the first variable, and

@@ -19,9 +19,9 @@ from npu_device._src.collectives.graph import fetchable
 from npu_device._src.collectives.ops import broadcast_from_owners
 from npu_device._src.gradients.reduction import dense_of
 from npu_device._src.training.watching import digests
-from npu_device._src.training.watching.accumulated_parts import to_be_equal
 from npu_device._src.training.watching.digests import differences, digest_of, variable_name
 from npu_device._src.training.watching.last_word import ENDED_APART, LastWord
+from npu_device._src.training.watching.partial_sums import to_be_equal
 from npu_device._src.training.watching.schedule import can_compare
 from npu_device._src.training.watching.session_ends import SessionEnds
 from npu_device._src.world.world import World, value_of
@@ -119,10 +119,10 @@ def note_equal(world: World, variables: Sequence) -> None:
     if world.size != world.job.cluster.world_size:
         return
     held_by_all = [variable for variable in variables if not compat.is_share(variable)]
-    last_word: LastWord | SessionEnds | None = world.job.part(LastWord)
+    last_word: LastWord | SessionEnds | None = world.job.component(LastWord)
     # Variables of a session have no values outside of it.
     if not tf.compat.v1.executing_eagerly_outside_functions():
-        last_word = world.job.part(SessionEnds)
+        last_word = world.job.component(SessionEnds)
     if last_word is not None:
         last_word.add(held_by_all)
 

@@ -44,7 +44,7 @@ _Variables = dict[str, weakref.ref[Any]]
 
 
 class SessionEnds:
-    """The variables of session graphs that all ranks have made equal; a part of the job."""
+    """The variables of session graphs that all ranks have made equal; a component of the job."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -123,10 +123,10 @@ def _to_be_equal(noted: _Variables) -> Iterator:
             variables[name] = variable
     trained = {name for name, variable in variables.items() if variable.trainable}
     for name, variable in variables.items():
-        parts = name.split("/")
+        words = name.split("/")
         # TensorFlow names a slot after its variable: "net/weights/Momentum", perhaps within a scope.
-        spans = itertools.combinations(range(len(parts)), 2)
-        inner_names = {"/".join(parts[begin:end]) for begin, end in spans}
+        spans = itertools.combinations(range(len(words)), 2)
+        inner_names = {"/".join(words[begin:end]) for begin, end in spans}
         if name in trained or inner_names & trained:
             yield variable
 
@@ -136,6 +136,6 @@ def compare_at_end(session: Any) -> None:
     job = current()
     if job is None or job.in_fork:
         return
-    ends = job.part(SessionEnds)
+    ends = job.component(SessionEnds)
     if ends is not None:
         ends.compare(session)

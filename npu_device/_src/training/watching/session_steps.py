@@ -41,14 +41,14 @@ _READS = ("ReadVariableOp", "VariableV2", "Variable")
 
 
 class _Graphs(list[str]):
-    """The comparisons in graphs for sessions; a part of the job."""
+    """The comparisons in graphs for sessions; a component of the job."""
 
 
 def reduce_compared(world: World, gradients: Sequence, reduce: Callable[[], list]) -> list:
     """Reduce gradients; in a graph for sessions, compare the variables to which they belong before some steps."""
     mode = environment.NPU_DEVICE_UNEQUAL_START.get()
     is_watched = mode != "ignore" or environment.NPU_DEVICE_AUDIT.get() != "off"
-    graphs = world.job.part_or_new(_Graphs)
+    graphs = world.job.component_or_new(_Graphs)
     is_whole_job = world.size == world.job.cluster.world_size
     variables: list = []
     is_session = not tf.compat.v1.executing_eagerly_outside_functions()

@@ -184,10 +184,10 @@ def reachable(model: Any, in_metrics: bool = True) -> Iterator:
             visited[id(node)] = node
             yield node
             if in_metrics or not compat.is_metric(node):
-                waiting.extend(_parts(node))
+                waiting.extend(_contents(node))
 
 
-def _parts(node: Any) -> Iterable:
+def _contents(node: Any) -> Iterable:
     if isinstance(node, (type, types.ModuleType, str, bytes, int, float, type(None))):
         return []
     if isinstance(node, Mapping):

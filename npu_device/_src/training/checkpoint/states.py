@@ -1,4 +1,4 @@
-"""The parts of a checkpoint: what all ranks share; iterators, generators, states and values that each has alone."""
+"""The states in a checkpoint: what all ranks share; iterators, generators, states and values that each has alone."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from npu_device._src.training.checkpoint.callback_states import NO_CALLBACKS, Ca
 from npu_device._src.training.checkpoint.folder import CheckpointError
 from npu_device._src.training.optimizers.accumulation import note_accumulators
 from npu_device._src.training.watching import training_state
-from npu_device._src.training.watching.accumulated_parts import between_updates
 from npu_device._src.training.watching.digests import checksum
+from npu_device._src.training.watching.partial_sums import between_updates
 from npu_device._src.training.watching.training_state import (
     random_states,
     set_random_states,
@@ -74,14 +74,14 @@ class SharedState:
     def write(self, prefix: Path) -> None:
         self.checkpoint().write(str(prefix))
 
-    def parts(self) -> dict[str, Any]:
+    def partial_sums(self) -> dict[str, Any]:
         """Return the variables in which each rank has added up gradients since the last update, by path."""
         variables = self.variables()
         held = set(map(id, between_updates(variables.values())))
         return {path: variable for path, variable in variables.items() if id(variable) in held}
 
-    def note_parts(self, world: World, paths: Sequence[str]) -> None:
-        """Note that this rank has read its own part of some variables, in which optimizers add up gradients."""
+    def note_partial_sums(self, world: World, paths: Sequence[str]) -> None:
+        """Note that this rank has read its own partial sums."""
         if not paths:
             return
         reducing: list = []
@@ -250,7 +250,7 @@ def variables_of(root: Any, with_optimizers: bool = True) -> dict[str, Any]:
 
 
 class RankState:
-    """The part of a ``JobCheckpoint`` that is of one rank: trackables and random generators by name."""
+    """The state in a ``JobCheckpoint`` that is of one rank: trackables and random generators by name."""
 
     def __init__(self, components: Mapping[str, Any]) -> None:
         plain = (random.Random, np.random.Generator)
@@ -273,7 +273,7 @@ class RankState:
     def begin_anew(
         self, world: World | None, step: int, samples: Sequence[dict[str, int]]
     ) -> list[str]:
-        """Begin without this rank's part, in another number of ranks; return a sentence on each loss.
+        """Begin without this rank's state, in another number of ranks; return a sentence on each loss.
 
         Iterators are moved to their places if ``samples`` are what the ranks would have read next after the step.
         """
@@ -315,10 +315,12 @@ class RankState:
         if self._callbacks is not None:
             self._callbacks.expect(callbacks)
 
-    def write(self, prefix: Path, differing: Mapping[str, Any], parts: Sequence[str]) -> None:
+    def write(
+        self, prefix: Path, differing: Mapping[str, Any], partial_sums: Sequence[str]
+    ) -> None:
         """Write everything, and the shared variables whose values differ from those written there, by path.
 
-        ``parts`` are the paths of those of which each rank has a part.
+        ``partial_sums`` are the paths of the partial sums among them.
         """
         if self._trackables:
             tf.train.Checkpoint(**self._trackables).write(str(prefix))
@@ -341,7 +343,7 @@ class RankState:
             "callbacks": self.callbacks,
             "generators": states,
             "differing": list(differing),
-            "parts": list(parts),
+            "parts": list(partial_sums),
         }
         Path(f"{prefix}.json").write_text(to_json(record), encoding="utf-8")
 
@@ -354,7 +356,7 @@ class RankState:
     def read(self, prefix: Path, variables: Mapping[str, Any]) -> tuple[list[str], list[str]]:
         """Read what ``write`` has written, given the shared variables by path.
 
-        Return what could not be kept, and the paths of variables of which this rank has read its part.
+        Return what could not be kept, and the paths of the partial sums that this rank has read.
         """
         record = from_json(Path(f"{prefix}.json").read_text(encoding="utf-8"))
         lost = []

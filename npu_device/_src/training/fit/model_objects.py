@@ -1,4 +1,4 @@
-"""The parts of a model that take part in a step."""
+"""The objects of a model that its step uses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from npu_device._src.training.watching import training_state
 
 
 @dataclass(frozen=True)
-class ModelParts:
+class ModelObjects:
     """Found before the first step."""
 
     metrics: list  # metrics that have variables of their own, and that a step can reach
@@ -31,8 +31,8 @@ def generators_of(model: Any) -> list:
     return training_state.unique(filter(compat.is_generator, candidates))
 
 
-def parts_of(model: Any) -> ModelParts:
-    """Return the parts of a model that has been built."""
+def objects_of(model: Any) -> ModelObjects:
+    """Return the objects of a model that has been built."""
     loss_class = compat.keras_of(model).losses.Loss
     # Without a reduction, the script reduces what a loss gives; most take means, which need no change.
     losses = []
@@ -45,7 +45,7 @@ def parts_of(model: Any) -> ModelParts:
     metrics = training_state.metrics(model)
     statistics = compat.moving_statistics(model, metrics)
     statistics += [variable for variable in loose if variable.dtype.is_floating]
-    return ModelParts(
+    return ModelObjects(
         metrics,
         compat.loss_trackers_of(model),
         training_state.unique(losses),

@@ -1,7 +1,7 @@
-"""Variables in which each rank has its own part of a value: where optimizers add up gradients between two updates.
+"""Variables that hold a partial sum of this rank: there optimizers add up gradients between two updates.
 
-They differ between ranks, are no cause for a warning, and go on after a broadcast. The mean of all ranks' parts is what
-one process has.
+They differ between ranks, are no cause for a warning, and go on after a broadcast. One process has the mean of
+all ranks' partial sums.
 """
 
 from __future__ import annotations
@@ -63,48 +63,50 @@ class _Accumulation:
         return self.count() % self.period
 
 
-class _Part(NamedTuple):
+class _PartialSum(NamedTuple):
     variable: weakref.ref[Any]
     accumulation: _Accumulation
 
 
-_parts: dict[int, _Part] = {}  # by id
+_partial_sums: dict[int, _PartialSum] = {}  # by id
 
 
-def note_parts(world: World, variables: Sequence, counter: Any, period: int) -> None:
-    """Note the variables of an optimizer that hold this rank's parts from now on; every ``period`` steps they are 0."""
-    if all(map(is_part, variables)):
+def note_partial_sums(world: World, variables: Sequence, counter: Any, period: int) -> None:
+    """Note the variables of an optimizer that hold partial sums from now on; every ``period`` steps they are 0."""
+    if all(map(is_partial_sum, variables)):
         return
     accumulation = _Accumulation(world, weakref.ref(counter), period)
     for variable in map(compat.inner_variable, variables):
         # Forgotten with the variable, whose id another one may get.
-        forget = functools.partial(_parts.pop, id(variable))
+        forget = functools.partial(_partial_sums.pop, id(variable))
         reference = weakref.ref(variable, lambda _, forget=forget: forget(None))  # type: ignore[misc]
-        _parts[id(variable)] = _Part(reference, accumulation)
+        _partial_sums[id(variable)] = _PartialSum(reference, accumulation)
 
 
-def is_part(variable: Any) -> bool:
-    """Return whether a variable holds this rank's part of a value."""
-    return id(compat.inner_variable(variable)) in _parts
+def is_partial_sum(variable: Any) -> bool:
+    """Return whether a variable holds a partial sum of this rank."""
+    return id(compat.inner_variable(variable)) in _partial_sums
 
 
-def without_parts(variables: Iterable) -> list:
+def without_partial_sums(variables: Iterable) -> list:
     """Return the variables that are to have the same value on all ranks."""
-    return [variable for variable in variables if not is_part(variable)]
+    return [variable for variable in variables if not is_partial_sum(variable)]
 
 
 def between_updates(variables: Iterable) -> list:
-    """Return the variables that hold parts now, which the next update is going to use."""
-    parts = filter(is_part, variables)
-    return [variable for variable in parts if _accumulation_of(variable).steps_since_update() > 0]
+    """Return the variables that hold partial sums now, which the next update is going to use."""
+    partial_sums = filter(is_partial_sum, variables)
+    return [
+        variable for variable in partial_sums if _accumulation_of(variable).steps_since_update() > 0
+    ]
 
 
 def _accumulation_of(variable: Any) -> _Accumulation:
-    return _parts[id(compat.inner_variable(variable))].accumulation
+    return _partial_sums[id(compat.inner_variable(variable))].accumulation
 
 
 def means_of(variables: Sequence) -> list[tf.Tensor]:
-    """Return the means of variables that hold parts; the ranks that hold the others call this, too."""
+    """Return the means of variables that hold partial sums; all ranks with the variables call this, too."""
     means: dict[int, tf.Tensor] = {}
     # Optimizers may reduce among different groups of ranks.
     worlds = {
@@ -112,32 +114,36 @@ def means_of(variables: Sequence) -> list[tf.Tensor]:
         for variable in variables
     }
     for name, world in worlds.items():
-        parts = [
+        partial_sums = [
             variable
             for variable in variables
             if _accumulation_of(variable).world.group.name == name
         ]
-        reduced = world.reduce(list(map(tf.convert_to_tensor, parts)), ReductionOptions("mean"))
-        means.update(zip(map(id, parts), reduced))
+        reduced = world.reduce(
+            list(map(tf.convert_to_tensor, partial_sums)), ReductionOptions("mean")
+        )
+        means.update(zip(map(id, partial_sums), reduced))
     return [means[id(variable)] for variable in variables]
 
 
 def settle(variables: Iterable) -> None:
-    """Give all ranks the means of the parts among some variables; every rank calls this."""
-    parts = between_updates(variables)
-    for variable, mean in zip(parts, means_of(parts)):
+    """Give all ranks the means of the partial sums among some variables; every rank calls this."""
+    partial_sums = between_updates(variables)
+    for variable, mean in zip(partial_sums, means_of(partial_sums)):
         variable.assign(mean)
         # Until the next step, a file has the values of all ranks.
         _accumulation_of(variable).settled = _accumulation_of(variable).count()
 
 
 def to_be_equal(world: World, variables: Sequence) -> list:
-    """Return variables that are about to be made equal, without parts that go on.
+    """Return variables that are about to be made equal, without partial sums that go on.
 
     They go on if all ranks have made the same number of steps. If not, one rank has read a file, and its values count.
     Every rank calls this.
     """
-    accumulations = [_accumulation_of(variable) for variable in variables if is_part(variable)]
+    accumulations = [
+        _accumulation_of(variable) for variable in variables if is_partial_sum(variable)
+    ]
     if not accumulations:
         return list(variables)
     if tf.executing_eagerly():
@@ -146,7 +152,7 @@ def to_be_equal(world: World, variables: Sequence) -> list:
         goes_on = any(accumulation.steps_since_update() for accumulation in accumulations)
         if not goes_on or any(row != counts for row in counts_by_rank):
             return list(variables)
-    return without_parts(variables)
+    return without_partial_sums(variables)
 
 
 # Files
@@ -154,7 +160,7 @@ def to_be_equal(world: World, variables: Sequence) -> list:
 
 @contextlib.contextmanager
 def for_all_ranks() -> Iterator[None]:
-    """Let files be written in the block without a warning: they have the parts of all ranks."""
+    """Let files be written in the block without a warning: they have the partial sums of all ranks."""
     before = getattr(_thread, "is_for_all", False)
     _thread.is_for_all = True
     try:
@@ -177,7 +183,7 @@ def with_values(variables: Sequence, values: Sequence[tf.Tensor]) -> Iterator[No
 
 
 def warn_of_file(optimizer: Any, variables: Iterable) -> None:
-    """Warn, once for an optimizer, if this rank is about to write its own parts to a file."""
+    """Warn, once for an optimizer, if this rank is about to write its own partial sums to a file."""
     if getattr(_thread, "is_for_all", False) or not tf.executing_eagerly():
         return
     for accumulation in map(_accumulation_of, between_updates(variables)):
