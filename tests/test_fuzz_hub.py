@@ -394,5 +394,5 @@ def test_any_bytes_in_the_tcp_engine(expected: list[bytes], added: list[bytes], 
         except AssertionError as error:
             assert "rank 1 has sent" in str(error) and cut
         if not cut:
-            assert all(message.ended for message in waiting)
+            assert all(message.has_ended for message in waiting)
             assert [each.tobytes() for each in space] == expected

@@ -487,7 +487,7 @@ def test_ranks_with_other_variables_have_no_average() -> None:
             "o", 1, "O", ["a", "b"], gradients, np.ones([2, compare.PROJECTIONS])
         )
         step.tape_gradients[trained] = gradients
-        ranks.append(compare.Record([step], by_horovod=True))
+        ranks.append(compare.Record([step], uses_horovod=True))
     average = compare.average_of(ranks)
     cause, text = causes.cause_of(ComparedRun(average, average, ranks))
     assert cause == "other variables"

@@ -69,7 +69,7 @@ class Attempt:
         self._processes: list[RankProcess] = []
         self._started = time.time()
         self._trace = launch.options.trace
-        # The trace has a folder of its own: that of an earlier attempt stays as it is.
+        # The trace has a folder of its own: the trace of an earlier attempt stays as it is.
         if self._trace is not None and self._plan.count:
             self._trace = os.path.join(self._trace, f"restart{self._plan.count}")
 
@@ -80,7 +80,7 @@ class Attempt:
             self._start()
             supervisor.run()
         except BaseException as error:
-            # Ranks that were started must not wait for those that never come.
+            # Ranks that were started must not wait for ranks that never come.
             for process in self._processes:
                 process.send(signal.SIGKILL)
                 process.reap()
@@ -217,7 +217,7 @@ class Attempt:
         else:
             self._report_failures(ranked_failures, errors_of_failures[first_failure])
             code = first_failure.code
-        return NodeOutcome(code, supervisor.interrupted, supervisor.preempted, first_failure)
+        return NodeOutcome(code, supervisor.is_interrupted, supervisor.is_preempted, first_failure)
 
     def _hint_at_open(self) -> None:
         marks = [
@@ -252,7 +252,7 @@ class Attempt:
         if log_file is not None:
             self._say(f"its output is in {log_file}")
         text, left_out = without_libraries(errors)
-        # Without a heading, these lines would look like those of a new start.
+        # Without a heading, these lines would look like lines of a new start.
         if text and not any(error.header for error in errors):
             self._say("the last lines of its error output:")
         # The script may hold surrogates that no encoding takes.

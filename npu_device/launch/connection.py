@@ -70,7 +70,7 @@ class Connection:
     ) -> None:
         """Start the client. Reports of the node, and in the end the exit code, come among the events."""
         remote = f"{shlex.quote(sys.executable)} -m npu_device.launch.on_host {name} {serial}"
-        # ssh passes no variables on, and this one decides which package is imported there.
+        # ssh passes no variables on, and PYTHONPATH decides which package is imported there.
         if os.environ.get("PYTHONPATH"):
             remote = f"env PYTHONPATH={shlex.quote(os.environ['PYTHONPATH'])} {remote}"
         # Started by ``exec``, so that no shell stays between the connection and npurun.

@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
 def _pages() -> dict[str, Path]:
     clone = Path(__file__).parents[2] / "docs"
     if (clone / "index.md").is_file():
-        # A page of the clone is newer than that of an installed version.
+        # A page of the clone is newer than the page of an installed version.
         paths = [*clone.glob("*.md"), *clone.glob("tutorials/*.md")]
     else:
         paths = []

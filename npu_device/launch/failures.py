@@ -76,8 +76,8 @@ def examine(
     recorded = True
     try:
         record = _read(record_file)
-    # The rank may have left no record, or an unusable one.
     except (OSError, ValueError, KeyError, TypeError):
+        # The rank may have left no record, or an unusable one.
         recorded = False
         errors = _last_errors(stderr)
         description = ""

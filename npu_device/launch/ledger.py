@@ -119,7 +119,7 @@ class Ledger:
         outlives = self._options.outlives_preemption
         # A launcher has received a signal that ends the job.
         is_interrupted = any(
-            outcome.interrupted and not (outcome.preempted and outlives)
+            outcome.is_interrupted and not (outcome.is_preempted and outlives)
             for outcome in newest.outcomes.values()
         )
         # Without a node that is left, nobody could continue.
@@ -191,7 +191,7 @@ def _verdict(attempt: AttemptRecord) -> tuple[int, str, str | None]:
         return CANNOT_START, "the ranks could not be started", None
     for outcome in outcomes:
         # Over 128: ended by the signal itself, not by a rank that failed meanwhile.
-        if outcome.interrupted and not outcome.failure and outcome.code > 128:
+        if outcome.is_interrupted and not outcome.failure and outcome.code > 128:
             return outcome.code, "stopped by a signal to npurun", None
     codes_of_failures = {outcome.failure: outcome.code for outcome in outcomes if outcome.failure}
     cause = next(iter(in_order(codes_of_failures)), None)

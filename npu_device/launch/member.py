@@ -68,7 +68,7 @@ class Member:
 
     def _next_plan(self) -> AttemptPlan:
         """Wait for the order to run an attempt."""
-        # A message that came before the last one is still handled.
+        # Messages that came before the last are still handled.
         self._plan = None
         while self._ending is None or not self._launch.events.empty():
             if self._ending is None and (self._link is None or self._link.is_lost):
@@ -126,15 +126,15 @@ class Member:
         """Let the job end, between two attempts; without node 0, or with another signal, this node ends at once."""
         is_request = signum == self._options.preempt_signal
         code = 128 + signum
-        if self._outcome.interrupted or (is_request and self._outcome.code == RESUMABLE):
+        if self._outcome.is_interrupted or (is_request and self._outcome.code == RESUMABLE):
             code = self._outcome.code
         if is_request and self._options.outlives_preemption:
             raise NodeLeavesError(code)
         if self._link is not None:
             self._link.send(JobInterrupted(signum))
-        if self._link is None or self._link.is_lost or self._outcome.interrupted:
+        if self._link is None or self._link.is_lost or self._outcome.is_interrupted:
             raise SystemExit(code)
-        self._outcome = NodeOutcome(code, interrupted=True)
+        self._outcome = NodeOutcome(code, is_interrupted=True)
 
     def _run_attempt(self, plan: AttemptPlan) -> None:
         link = self._link
@@ -145,17 +145,17 @@ class Member:
         if plan.saves_copies:
             launch = last_copy.launch_of_writers(self._launch)
             outcome = Attempt(launch, rendezvous).run()
-        # The order of an attempt may cross a signal.
-        elif not outcome.interrupted:
+        elif not outcome.is_interrupted:
+            # The order of an attempt may cross a signal.
             outcome = Attempt(self._launch, rendezvous, link.send).run()
             self._outcome = outcome
         link.send(outcome)
         outlives = self._options.outlives_preemption and not plan.saves_copies
-        if outcome.preempted and outlives and self._options.node_rank > 0:
+        if outcome.is_preempted and outlives and self._options.node_rank > 0:
             raise NodeLeavesError(outcome.code)
 
     def _connect(self) -> None:
-        if self._outcome.interrupted:
+        if self._outcome.is_interrupted:
             raise SystemExit(self._outcome.code)
         # A node waits as long as the leader waits for nodes.
         seconds = self._options.rejoin_timeout

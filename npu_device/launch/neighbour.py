@@ -50,7 +50,7 @@ class Neighbour:
         self._listener = ports.listen_on_free(NPU_DEVICE_PORT_RANGE.get(), (leader,))
         self.port: int = self._listener.getsockname()[1]
         self._address: Address | None = None
-        self._connection: socket.socket | None = None  # that of the newest copy that was sent
+        self._connection: socket.socket | None = None  # by which the newest copy was sent
         self._is_told = False
         self._has_ended = threading.Event()
         self._taking = threading.Lock()
@@ -95,8 +95,8 @@ class Neighbour:
         try:
             if address is not None:
                 self._send(address, index, slot)
-        # Whatever it is, training goes on.
         except Exception as error:
+            # Whatever it is, training goes on.
             if not self._is_told and address is not None:
                 self._is_told = True
                 self._say(
@@ -160,7 +160,7 @@ class Neighbour:
                         raise ConnectionError("the other npurun has ended")
                     slot.put(buffer[:count], position)
                     position += count
-            # Otherwise the bytes may be those of two copies.
+            # Otherwise the bytes may belong to two copies.
             if _answer(line)["is_whole"]:
                 slot.end()
             line.send({"is_taken": True})

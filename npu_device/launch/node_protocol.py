@@ -60,11 +60,11 @@ class NodeOutcome:
     """The end of an attempt on one node."""
 
     # The exit code: 0 if every rank ended with 0; 75 if the ranks were asked to stop and can be resumed; 126 if a rank
-    # can't be started; else that of the rank that failed first, or of the signal that stopped the launcher.
+    # can't be started; else the code of the first failed rank, or of the signal that stopped the launcher.
     code: int
-    interrupted: bool = False
-    preempted: bool = False  # the platform takes this node away
-    failure: Failure | None = None  # the first one
+    is_interrupted: bool = False
+    is_preempted: bool = False  # the platform takes this node away
+    failure: Failure | None = None  # the first failure
 
 
 # Messages of node 0
@@ -75,7 +75,7 @@ class AttemptPlan:
     """Node 0 lets an attempt begin."""
 
     count: int  # how often the job has been started again
-    nodes: Sequence[int]  # those that take part; the ranks are numbered in this order
+    nodes: Sequence[int]  # the nodes of the attempt; the ranks are numbered in this order
     job_id: str  # name of the job, another one in each attempt, so that leftovers of an earlier one can't join
     port: int  # where the hub listens
     copies: Sequence[str] = ()  # where each node takes copies in memory: host and port

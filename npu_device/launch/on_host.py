@@ -59,8 +59,8 @@ def _run(options: Options, reporter: Reporter) -> int:
             code = checking.run(options, announces=options.node_rank == 0)
         else:
             code = launcher.run(options, reporter)
-    # A job on several nodes ends by this exception.
     except SystemExit as end:
+        # A job on several nodes ends by this exception.
         code = int(end.code or 0)
         if isinstance(end, NodeLeavesError):
             state = LEAVING
@@ -87,7 +87,7 @@ def _obey(lines: Iterable[bytes], options: Options, reporter: Reporter) -> None:
 def _problem_on_host(name: str, serial: int) -> str:
     """End what an earlier connection of the job has left on this host; return why that can't be, "" if it is done."""
     words = _command_lines()
-    # The last two words of its command line are those that ``connection`` wrote.
+    # ``connection`` wrote the last two words of its command line.
     serials = {
         pid: int(line[-1])
         for pid, line in words.items()

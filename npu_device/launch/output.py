@@ -50,8 +50,8 @@ class Console:
                     with contextlib.suppress(BlockingIOError):
                         self._wait_for_reader(fd)
                         view = view[os.write(fd, view[:most_bytes]) :]
-            # The output may be closed (npurun ... | head) or full: the training continues.
             except OSError:
+                # The output may be closed (npurun ... | head) or full: the training continues.
                 self._broken.add(fd)
 
     def say(self, text: str) -> None:
@@ -122,8 +122,8 @@ class Pump:
                     if not output:
                         break
                 self._write(self._lines(output))
-            # Only what is there is read, since a process that escaped with the pipe may go on writing.
             else:
+                # Only what is there is read, since a process that escaped with the pipe may go on writing.
                 count = array.array("i", [0])
                 fcntl.ioctl(self._pipe, termios.FIONREAD, count)
                 self._write(self._lines(os.read(self._pipe.fileno(), count[0])))
@@ -165,8 +165,8 @@ class Pump:
         if self._log is not None:
             try:
                 self._log.write(b"".join(line + b"\n" for line in lines))
-            # The disk may be full: the training continues.
             except OSError:
+                # The disk may be full: the training continues.
                 self._log = None
         if self._console is not None:
             self._console.write(self._fd, b"".join(self._prefix + line + b"\n" for line in lines))

@@ -132,7 +132,7 @@ def prepare_rendezvous(options: Options, count: int, nodes: Sequence[int] = ()) 
 
 def _hub_ports(options: Options, port: int) -> tuple[int, int]:
     """Return the first and last port that the hub may choose; 0 lets the system choose."""
-    # The nodes of a job that is started again meet at the port themselves, and tell each other that of the hub.
+    # The nodes of a job that is started again meet at the port themselves, and tell each other the port of the hub.
     if options.nodes_meet or (options.nnodes == 1 and options.master_port is None):
         return environment.NPU_DEVICE_PORT_RANGE.get() or (0, 0)
     return port, port

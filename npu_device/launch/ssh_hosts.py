@@ -59,7 +59,7 @@ def _variables() -> dict[str, str]:
     for name, text in os.environ.items():
         if name in names or name.startswith(_PREFIXES):
             variables[name] = text
-    # Hosts can't read a file of this one; the secret itself travels in the order.
+    # Hosts can't read a file here, so the secret itself travels in the order.
     variables["NPU_DEVICE_SECRET"] = secret().decode() or secrets.token_hex(32)
     variables["NPU_DEVICE_SECRET_FILE"] = ""
     return variables
@@ -111,7 +111,7 @@ class LaunchedHosts:
         self._node_0_preemptions = 0
         self._codes: list[int] = []  # exit codes of the hosts that have ended, in this order
         self._cause: int | None = (
-            None  # the first of those that don't follow from the failure of another host
+            None  # the first code that doesn't follow from the failure of another host
         )
         self._verdict: int | None = None  # exit code of the job, if it is over
         self._signal: int | None = None
@@ -185,8 +185,8 @@ class LaunchedHosts:
                 continue
             try:
                 self._start(host)
-            # There may be too many processes at this time.
             except OSError as error:
+                # There may be too many processes at this time.
                 self._retry(host, f"not reached ({error})")
 
     def _on_signal(self, signum: int) -> None:
@@ -209,8 +209,8 @@ class LaunchedHosts:
                 continue
             if host.is_running:
                 host.connection.tell(f"{signum:d}")
-            # An npurun that is there by now ends with the connection.
             else:
+                # An npurun that is there by now ends with the connection.
                 host.connection.kill()
 
     def _on_report(self, reported: HostReported) -> None:

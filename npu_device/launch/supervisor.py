@@ -48,7 +48,7 @@ class RankProcess:
         self.exit: Exit | None = None
         # Its children have not got the signal that asked it to stop.
         self.has_spared_children = False
-        self._gone = False
+        self._is_gone = False
         self._launch = launch
         self._opened_mark = opened_mark(environment[NPU_DEVICE_ERROR_FILE.name])
         self._log: BinaryIO | None = None
@@ -81,7 +81,7 @@ class RankProcess:
         that is known.
         """
         # Another process may have the number by now.
-        if self._gone:
+        if self._is_gone:
             return
         training_process = self._training_process() if spares_children else None
         self.has_spared_children = training_process is not None
@@ -122,8 +122,8 @@ class RankProcess:
         try:
             os.killpg(self.pid, 0)
         except (ProcessLookupError, PermissionError):
-            self._gone = True
-        return not self._gone
+            self._is_gone = True
+        return not self._is_gone
 
     def finish(self) -> None:
         """Return when all output of the process has arrived."""
@@ -172,8 +172,8 @@ class Supervisor:
     _launch: Launch
     _notify: Callable[[Any], object]  # gets messages for node 0
     signal: int | None = None  # the signal that ended the attempt
-    interrupted: bool = False  # the launcher received a signal, perhaps after a failure
-    preempted: bool = False  # all of its signals asked for a resumable end
+    is_interrupted: bool = False  # the launcher received a signal, perhaps after a failure
+    is_preempted: bool = False  # all of its signals asked for a resumable end
     asked_at: float | None = None  # when the ranks were asked to stop, in seconds since the epoch
     _stage: _Stage = _Stage.RUNNING
     _deadline: float | None = None
@@ -261,8 +261,8 @@ class Supervisor:
     def _on_signal(self, signum: int) -> None:
         name = signal.Signals(signum).name
         is_request = signum == self._launch.options.preempt_signal
-        self.preempted = is_request and (self.preempted or not self.interrupted)
-        self.interrupted = True
+        self.is_preempted = is_request and (self.is_preempted or not self.is_interrupted)
+        self.is_interrupted = True
         if is_request:
             # Told before any rank ends because of the signal.
             self._speaker.submit(self._launch.reporter.tell, PREEMPTED)
@@ -281,7 +281,7 @@ class Supervisor:
             self._say(
                 f"{name}: asking {ranks} to stop within {seconds:g} s; a second signal kills them at once"
             )
-            # A rank that still has to finish its step needs its children, such as those that read data.
+            # A rank that still has to finish its step needs its children, such as readers of data.
             self._ask(signum, self._processes, seconds, spares_children=is_request)
         elif self.asked_at is not None and time.time() - self.asked_at > SAME_SIGNAL_SECONDS:
             self._kill()

@@ -87,7 +87,7 @@ def _option(path: str, rule: Rule) -> str:
     default = "unset" if rule.default is None else f"`{rule.default!r}`"
     allowed = ", ".join(f"`{value!r}`" for value in rule.allowed) or "any"
     allowed = f"{rule.between[0]} to {rule.between[1]}" if rule.between else allowed
-    effect = rule.effect + (" Deprecated by Ascend." if rule.deprecated else "")
+    effect = rule.effect + (" Deprecated by Ascend." if rule.is_deprecated else "")
     return f"| `{path}` | {kind} | {default} | {allowed} | {effect} |\n"
 
 

@@ -53,7 +53,7 @@ class Cluster:
     addresses: tuple[str, ...]  # address of each rank, as the others reach it
     job_id: str
     # Only ranks can have sent what comes from one: the job has a secret, or uses the loopback only.
-    trusted: bool = False
+    is_trusted: bool = False
 
     @cached_property
     def world_size(self) -> int:

@@ -175,8 +175,8 @@ def serve(
             finally:
                 unproved.pop(connection, None)
             admitted(timed, said)
-        # The other side may also say what is wrong after its proof: a field is missing, or there is no such rank.
         except Exception as error:
+            # The other side may also say what is wrong after its proof: a field is missing, or there is no such rank.
             connection.close()
             _log.debug("refused a connection: %r", error)
 
@@ -201,8 +201,8 @@ def serve(
             threading.Thread(
                 target=let_in, args=(connection,), name="npu_device-admit", daemon=True
             ).start()
-        # No thread may be free for a moment. In Python 3.12, none can be started once the script has ended.
         except RuntimeError:
+            # No thread may be free for a moment. In Python 3.12, none can be started once the script has ended.
             let_in(connection)
 
 

@@ -118,7 +118,7 @@ class Health:
 
     def on_stop(self, callback: Callable[[str], None]) -> None:
         """Call a function with the error text when the collectives of this rank are stopped."""
-        # The lock is that of `_abort`, so that each function is called once: there or here.
+        # `_abort` has the same lock, so that each function is called once: there or here.
         with self._lock:
             self._stop_callbacks.append(callback)
             failure = self._failure
@@ -162,7 +162,7 @@ class Health:
         topic, body, _ = json.loads(question)
         answer = self._answers.get(topic)
         if answer is None:
-            # The asking rank goes on without this one's answer.
+            # The asking rank goes on without an answer.
             return
         reply = answer(body)
         if isinstance(reply, Future):
@@ -309,7 +309,7 @@ class Health:
 
     def leave(self, serves_others: bool) -> None:
         self.is_closed = True
-        # Another library may have put its own hook over this one, and that stays.
+        # Another library may have put its own hook on top, which stays.
         if sys.excepthook == self._on_uncaught:
             sys.excepthook = self._previous_hook
         if self._failure is None:

@@ -67,8 +67,8 @@ class Hub:
                 for key, events in self._selector.select(seconds):
                     if key.data is not None:
                         key.data()
-                    # The client may just have been closed.
                     elif key.fileobj in self._clients:
+                        # The client may just have been closed.
                         self._serve(self._clients[key.fileobj], events)
                 seconds = self._run_due()
         except BaseException:
@@ -248,7 +248,7 @@ class Hub:
 
     def _check_rendezvous(self, time_now: float) -> None:
         """End the rendezvous when all ranks have come, the time is up, or they contradict each other."""
-        if self._rendezvous.is_complete(time_now):
+        if self._rendezvous.check_complete(time_now):
             self._start_services()
         elif (complaint := self._rendezvous.complaint(time_now)) is not None:
             self._refuse_all(complaint)

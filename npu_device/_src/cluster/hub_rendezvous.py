@@ -164,15 +164,15 @@ class HubRendezvous:
             return self._end_of_waiting()
         return min(self._end_of_waiting(), self._contradictory_since + limits.CONTRADICTION_SECONDS)
 
-    def is_complete(self, time_now: float) -> bool:
-        """Return True once all ranks have come, and none of them may be replaced by the process that started it."""
+    def check_complete(self, time_now: float) -> bool:
+        """Return True once all ranks have come; before, ask processes that may replace one, and wait for them."""
         if not self.roster.complete:
             self._candidates_until = None
             return False
-        return not self._awaits_candidates(time_now)
+        return not self._ask_candidates(time_now)
 
-    def _awaits_candidates(self, time_now: float) -> bool:
-        """Return True while all have come, but a process that has started one of them may still take its place."""
+    def _ask_candidates(self, time_now: float) -> bool:
+        """Ask processes that may take the place of a rank, once; return True while they may still come."""
         candidates = {client: client.arrival.hello.candidate for client in self.arrivals()}
         if not any(candidate is not None for candidate in candidates.values()):
             return False

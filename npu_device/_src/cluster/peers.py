@@ -178,7 +178,7 @@ class Peers:
     def close(self) -> None:
         in_fork = os.getpid() != self._pid
         for connection in filter(None, [self._listener, *self.owned_connections]):
-            # A fork leaves the connections alone, or those of the rank itself would end, too.
+            # A fork leaves the connections alone, or the rank itself would lose them.
             if not in_fork:
                 # The shutdown wakes the thread that reads from the connection.
                 with contextlib.suppress(OSError):

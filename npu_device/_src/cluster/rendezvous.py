@@ -197,8 +197,8 @@ class _HubSearch:
         try:
             timed.send({"hello": asdict(self._hello)})
             return self._await_roster(timed)
-        # An answer of another form isn't that of a hub.
         except frames.WRONG_FORM as error:
+            # A hub doesn't answer in another form.
             timed.connection.close()
             raise AttemptFailedError(ANOTHER_PROGRAM) from error
         except (
@@ -254,8 +254,8 @@ class _HubSearch:
                 raise AttemptFailedError(str(said))
             elif verdict == "child_of":
                 raise _child(said)
-            # The roster follows in a message of its own.
             elif verdict == "rank":
+                # The roster follows in a message of its own.
                 rank = int(_number(said, MOST_RANKS))
             elif verdict == "roster" and rank is not None:
                 cluster = _cluster(self._membership, rank, said)

@@ -214,7 +214,7 @@ class Roster:
     def add(self, arrival: Arrival) -> None:
         hello = arrival.hello
         reference = self.reference
-        # Without arrivals, the reference is that of a rank that has left.
+        # Without arrivals, the reference is from a rank that has left.
         if not self._arrivals or reference is None or (hello.is_chief and not reference.is_chief):
             self.reference = hello
         self._arrivals.setdefault(arrival.key, []).append(arrival)

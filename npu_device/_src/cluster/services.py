@@ -239,8 +239,8 @@ class Services:
                 "What to do: look at its output for the cause."
             )
             self._refuse_all(key, "gone", text)
-        # A partial one goes on as long as a rank that hasn't come still may.
         elif collection.is_over or collection.awaited == absent:
+            # A partial one goes on as long as a rank that hasn't come still may.
             self._end(key, collection)
 
     def _end(self, key: _Key, collection: _Collection) -> None:
@@ -249,7 +249,7 @@ class Services:
             self._answer(request, text)
         collection.waiting.clear()
         is_question = key[0] == "ask"
-        # The next gather of this name is another one, once all have come to this one or gone.
+        # Once all ranks have come or gone, the next gather of this name is a new one.
         if not is_question and collection.awaited <= self._absent:
             del self._collections[key]
         elif not collection.is_over:

@@ -32,7 +32,9 @@ COPY_END_SECONDS = 10.0  # for the last copy in memory, when a checkpoint is clo
 # it has.
 UPDATE_END_SECONDS = 60.0
 UPDATE_POLL_SECONDS = 0.001
-LATE_RANK_SECONDS = 60.0  # after the end of another rank, before npurun names those that still run
+LATE_RANK_SECONDS = (
+    60.0  # after the end of another rank, before npurun names the ranks that still run
+)
 STALL_POLL_SECONDS = 0.2  # between two looks at whether it waits in a collective, and for whom
 WHERE_SECONDS = 2.0  # after a long wait: for the others to say where they are
 
@@ -125,9 +127,9 @@ JOIN_PAUSE_SECONDS = 60.0  # between two joins; and for a node that fails soon a
 JOIN_SETTLED_SECONDS = 300.0  # an attempt that lasts so long hasn't failed because a node joined it
 # For nodes to stop, besides the time of the ranks: notice, kill, the last lines of output.
 NODE_STOP_SECONDS = 30.0
-HOST_NAME_SECONDS = 3.0  # for the name of a host to be resolved, to see whether it is this one
+HOST_NAME_SECONDS = 3.0  # to resolve the name of a host, which may be this host
 HOST_RETRY_SECONDS = 1.0  # before a lost host is tried first; each further try waits twice as long
-# After the npurun of one host has ended: for those of the others to notice.
+# After the npurun of one host has ended: for the other npuruns to notice.
 HOSTS_NOTICE_SECONDS = 3.0
 HOSTS_END_SECONDS = 15.0  # for killing ranks, and for reports, after the grace period
 

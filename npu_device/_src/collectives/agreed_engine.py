@@ -268,7 +268,7 @@ class Route(NamedTuple):
 
 
 def route_of(
-    job: Job, group: Group, tensors: Sequence, ragged: bool, has_owners: bool = False
+    job: Job, group: Group, tensors: Sequence, is_ragged: bool, has_owners: bool = False
 ) -> Route:
     """Return the route of a call. ``has_owners``: each rank sends data of another size, which a message can't take."""
     # None has no dtype: it stands for a gradient that a rank doesn't have.
@@ -279,7 +279,7 @@ def route_of(
     if group.tag is not None or (is_one_host and not uses_nccl):
         return Route()
     is_dense = all(isinstance(tensor, (tf.Tensor, tf.TensorSpec)) for tensor in tensors)
-    if uses_nccl or ragged or has_owners or not is_dense:
+    if uses_nccl or is_ragged or has_owners or not is_dense:
         return Route(compares_first=True)
     # Small data between hosts travels in the message that compares, and needs no second one.
     is_small = fits(job, group.size, tensors)

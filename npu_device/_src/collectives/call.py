@@ -83,13 +83,13 @@ def _fingerprint(*contents: Any) -> tuple[int, int]:
     return first, second
 
 
-def describe(collective: str, tensors: Sequence, ragged: bool, details: dict[str, Any]) -> Call:
-    """Return the description of a call. Of ``ragged`` values, the first dimension may differ among the ranks."""
+def describe(collective: str, tensors: Sequence, is_ragged: bool, details: dict[str, Any]) -> Call:
+    """Return the description of a call. Of ``is_ragged`` values, the first dimension may differ among the ranks."""
     kinds = []
     shapes = []
     names = []
     for tensor in tensors:
-        kind, shape = _kind_and_shape(tensor, ragged)
+        kind, shape = _kind_and_shape(tensor, is_ragged)
         kinds.append(kind)
         shapes.append(shape)
         name = "-"
@@ -103,25 +103,25 @@ def describe(collective: str, tensors: Sequence, ragged: bool, details: dict[str
     return Call(collective, tuple(kinds), tuple(shapes), tuple(names), texts, line, thread)
 
 
-def _kind_and_shape(tensor: Any, ragged: bool) -> tuple[str, tf.TensorShape | None]:
+def _kind_and_shape(tensor: Any, is_ragged: bool) -> tuple[str, tf.TensorShape | None]:
     if tensor is None:
         return "None", None
     # How many rows a rank has picked is its own matter; only their shape has to agree.
     if isinstance(tensor, tf.IndexedSlices):
         return f"sparse {tensor.values.dtype.name} rows of", tensor.values.shape[1:]
-    if ragged:
+    if is_ragged:
         return tensor.dtype.name, tensor.shape[1:]
     return tensor.dtype.name, tensor.shape
 
 
-def shapes_number(call: Call, tensors: Sequence, ragged: bool) -> int | tf.Tensor:
+def shapes_number(call: Call, tensors: Sequence, is_ragged: bool) -> int | tf.Tensor:
     """Return one 32-bit number for all shapes, an int or int32; the same for static and dynamic shapes."""
     number = 0
     dynamic: list[tf.Tensor] = []
     for position, (tensor, shape) in enumerate(zip(tensors, call.shapes)):
         if shape is None:
             continue
-        # Weights tell [2, 3] from [3, 2], and a shape of one tensor from that of another.
+        # Weights tell [2, 3] from [3, 2], and the shape of one tensor from the shape of the next.
         weights = _weights(position)
         if shape.is_fully_defined():
             # The number of dimensions counts, too: [1, 1] isn't [1].
@@ -129,7 +129,7 @@ def shapes_number(call: Call, tensors: Sequence, ragged: bool) -> int | tf.Tenso
             continue
         is_sparse = isinstance(tensor, tf.IndexedSlices)
         sizes = tf.shape(tensor.values if is_sparse else tensor)
-        if ragged or is_sparse:
+        if is_ragged or is_sparse:
             sizes = sizes[1:]
         table = tf.constant(weights, tf.int32)
         count = tf.size(sizes)

@@ -43,7 +43,7 @@ from npu_device._src.collectives.thread_work import (
 )
 
 _MAIN = 0
-_MOST_COUNTED = 64  # numbers of callers that are kept before those of ended threads are dropped
+_MOST_COUNTED = 64  # names whose callers are counted, before the names of ended threads are dropped
 
 Exchange = Callable[[Sequence[int]], Sequence[Sequence[int]]]
 """Gathers a row of numbers from each rank of a group; every rank calls it at the first call of a thread."""
@@ -181,7 +181,7 @@ class CallingThreads:
             if len(self._callers) == 1:
                 return False
         elif group.key not in own_caller.compared:
-            if self._is_taken_for_other(thread, group, own_caller.work, own_caller, exchange):
+            if self._compare_with_ranks(thread, group, own_caller.work, own_caller, exchange):
                 own_caller.mixed_up.add(group.key)
             # The exchange was an eager call at this place of the script.
             own_caller.places[group.key] = place
@@ -226,7 +226,7 @@ class CallingThreads:
         for key in [key for key in self._numbers_of_callers if key[0] not in names]:
             del self._numbers_of_callers[key]
 
-    def _is_taken_for_other(
+    def _compare_with_ranks(
         self,
         thread: threading.Thread,
         group: Group,

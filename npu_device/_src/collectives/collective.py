@@ -35,7 +35,7 @@ class Collective:
         inputs: the values and what else the body is given; None for the values only.
         result_specs: returns the specs of the results, in their structure; None for a collective that returns nothing.
         details: whatever else must be the same on every rank.
-        ragged: the first dimension of the values may differ among the ranks.
+        is_ragged: the first dimension of the values may differ among the ranks.
         has_owners: some of the values are those of one rank each.
         gradient: in the graph of a session, returns the gradients of the values for those of the results.
     """
@@ -47,7 +47,7 @@ class Collective:
     inputs: Optional[Sequence] = None
     result_specs: Optional[Callable[[], Any]] = None
     details: dict[str, Any] = field(default_factory=dict)
-    ragged: bool = False
+    is_ragged: bool = False
     has_owners: bool = False
     gradient: Optional[Callable[[Sequence[tf.Tensor]], Sequence[tf.Tensor]]] = None
 
@@ -59,7 +59,7 @@ class Collective:
         """
         job.has_communicated = job.has_communicated or self.name != "barrier"
         # In a session's run, the line of the script was noted when the graph was built.
-        call = call or describe(self.name, self.values, self.ragged, self.details)
+        call = call or describe(self.name, self.values, self.is_ragged, self.details)
         if runs_if_fetched():
             return self._add_to_session(job, call)
         group = self.group
@@ -87,7 +87,7 @@ class Collective:
                 # Added to the number of the shapes: 0 for the main thread, on each rank another one to refuse.
                 number = job.threads.number_at_each_call(group, exchange)
                 terms = terms._replace(shapes=tf.convert_to_tensor(terms.shapes, tf.int32) + number)
-            route = route_of(job, group, self.values, self.ragged, self.has_owners)
+            route = route_of(job, group, self.values, self.is_ragged, self.has_owners)
             engine = AgreedEngine(job, group, terms, route.in_message)
             if route.compares_first:
                 # A message of its own comes before the data, which may have any size.
@@ -122,7 +122,7 @@ class Collective:
                 job.health.stop(f"{type(error).__name__}: {error}")
             return error
 
-        shapes = shapes_number(call, self.values, self.ragged)
+        shapes = shapes_number(call, self.values, self.is_ragged)
         return Terms(call.fingerprint, shapes, call.row, overlaps, error_for_mismatch)
 
     def _add_to_session(self, job: Job, call: Call) -> Any:

@@ -22,7 +22,7 @@ class Device:
 
     name: str  # "GPU 0", or the UUID in ``CUDA_VISIBLE_DEVICES``; "CPU"
     detail: str = ""  # the model, such as "NVIDIA H100 80GB HBM3"; for a CPU, why the rank has no GPU; "" if unknown
-    unit: str = ""  # identifies the GPU or MIG instance among those of the host; "" for a CPU
+    unit: str = ""  # identifies the GPU or MIG instance on the host; "" for a CPU
     chip: str = ""  # identifies the GPU to which the unit belongs; the unit itself without MIG
     has_nccl: bool = False  # TensorFlow can use NCCL
 

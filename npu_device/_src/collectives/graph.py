@@ -22,7 +22,7 @@ from npu_device._src import compat
 _Call = TypeVar("_Call")
 _ids = itertools.count()
 
-# The graph being built: that of a session, or that of a ``tf.function``.
+# The graph being built, of a session or of a ``tf.function``.
 
 
 def runs_if_fetched() -> bool:
@@ -223,7 +223,7 @@ def step_data() -> Sequence[tf.Operation]:
     _data_reads[graph] = (len(operations), names)
     control_inputs = [graph.get_operation_by_name(name) for name in names]
     if isinstance(getattr(graph, "outer_graph", None), compat.FuncGraph):
-        # TensorFlow may inline the call, and then runs operations without inputs before those of the call are there.
+        # TensorFlow may inline the call, and then runs operations without inputs before the call has its inputs.
         for tensor in graph.inputs:
             if tensor.dtype not in (tf.resource, tf.variant):
                 control_inputs.append(tf.identity(tensor).op)

@@ -38,7 +38,7 @@ class Group:
     name: str
     ranks: tuple[int, ...]  # world ranks of the members; a member's group rank is its position here
     rank: int  # the group rank of this process
-    # The script's group for one of whose operations this one was made.
+    # The script's group, if this group was made for one of its operations.
     parent: str = field(default="", compare=False)
     # Number of the queue of an operation, in a group of two for send and receive; None where all operations of the
     # group follow one order.
@@ -70,7 +70,7 @@ class Group:
         """
         if self.name == WORLD_GROUP:
             return _WORLD_KEY
-        # Keys of other groups begin after those of the group of all ranks.
+        # Keys of other groups begin after the keys of the group of all ranks.
         return 2 * (self.digest % (1 << 29)) + 2 * _WORLD_KEY
 
 

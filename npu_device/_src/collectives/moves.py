@@ -67,7 +67,7 @@ def all_gather_v(job: Job, tensor: tf.Tensor, group: Group, purpose: str = "") -
         body,
         result_specs=result_specs,
         details=details,
-        ragged=True,
+        is_ragged=True,
     )
     return collective.run(job)
 
@@ -115,7 +115,7 @@ def all_to_all_v(
     inputs = [vector, send_counts, send_at, recv_counts, recv_at]
     result_specs = partial(tf.TensorSpec, [None], vector.dtype)
     collective = Collective(
-        "all_to_all_v", group, [vector], body, inputs, result_specs, ragged=True
+        "all_to_all_v", group, [vector], body, inputs, result_specs, is_ragged=True
     )
     return collective.run(job)
 
@@ -170,7 +170,7 @@ def all_to_all_vc(job: Job, vector: tf.Tensor, send_count_matrix: Any, group: Gr
     details = {"send_count_matrix": counts}
     inputs = [vector, matrix]
     collective = Collective(
-        "all_to_all_vc", group, [vector], body, inputs, result_specs, details, ragged=True
+        "all_to_all_vc", group, [vector], body, inputs, result_specs, details, is_ragged=True
     )
     return collective.run(job)
 

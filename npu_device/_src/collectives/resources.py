@@ -166,8 +166,8 @@ def identity(index: int) -> tuple[str, str, str] | None:
     """
     try:
         driver = ctypes.CDLL("libcuda.so.1")
-    # Without NVIDIA's driver, nothing identifies the GPU.
     except OSError:
+        # Without NVIDIA's driver, nothing identifies the GPU.
         return None
     # Unlike cuDeviceGetUuid, its second version (CUDA 11.4) tells the MIG instances of a GPU apart.
     # A driver before CUDA 11.4 has only the first version.

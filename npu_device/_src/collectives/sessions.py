@@ -45,7 +45,7 @@ class InSession(NamedTuple):
     specs: Sequence[tf.TensorSpec]  # specs of the results, at least one
     # Runs the collective eagerly, given the values of the inputs.
     run: Callable[..., Tensors]
-    # Returns the gradients of the inputs for those of the results.
+    # Turns the gradients of the results into gradients of the inputs.
     gradient: Callable[..., Tensors]
     from_first: FromFirst
 
@@ -135,7 +135,7 @@ class SessionQueue:
         self._held = held
         self._from_first = from_first
         self._changed = threading.Condition()
-        self._closed = False
+        self._is_closed = False
         # Executions whose inputs are ready, by the position of the collective in its graph.
         self._queues: dict[int, deque[_Queued]] = {}
         threading.Thread(
@@ -152,7 +152,7 @@ class SessionQueue:
         """Run a collective when its turn comes, in another thread, and return its results."""
         queued = _Queued(call, values, function, Future())
         with self._changed:
-            if self._closed:
+            if self._is_closed:
                 raise self._destroyed()
             # A session may run in several threads, so that several executions of one operation wait.
             self._queues.setdefault(position, deque()).append(queued)
@@ -161,15 +161,15 @@ class SessionQueue:
 
     def close(self) -> None:
         with self._changed:
-            self._closed = True
+            self._is_closed = True
             self._changed.notify_all()
 
     def _run(self) -> None:
         with compat.eager_mode():
             while True:
                 with self._changed:
-                    self._changed.wait_for(lambda: self._queues or self._closed)
-                if self._closed:
+                    self._changed.wait_for(lambda: self._queues or self._is_closed)
+                if self._is_closed:
                     self._refuse(self._destroyed())
                     return
                 try:

@@ -79,7 +79,7 @@ class StallWatch:
                     if waited > self.give_up_after:
                         self._health.stop(self._text(group, position, waited, final=True))
                     elif waited > self.warn_after and not warned:
-                        # Marked as reported, so that one call warns only once.
+                        # One call warns only once.
                         since[count] = (started, began, True)
                         _log.warning("%s", self._text(group, position, waited, final=False))
             time.sleep(STALL_POLL_SECONDS)
@@ -134,7 +134,7 @@ def _table(
     """Return one line per rank; for a large group, list only some of the ranks that have come."""
     # A rank that has begun more transfers than wanted has gone on to a later one.
     arrived = [rank for rank in group.ranks if rank in answers and answers[rank]["begun"] >= wanted]
-    # All of those that haven't come are shown, for they are what the reader looks for.
+    # All missing ranks are shown, for the reader looks for them.
     omitted = arrived[max(0, _MOST_LINES - (group.size - len(arrived))) :]
     lines = []
     for rank in sorted(set(group.ranks).difference(omitted)):

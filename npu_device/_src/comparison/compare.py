@@ -52,7 +52,7 @@ class RecordedStep:
         0  # number among the optimizer's steps, from 1; not all of them are recorded
     )
     phase: str = ""  # the optimizer's class, and the line that trains
-    # Names of the variables: those that are trained, then those that no optimizer trains.
+    # Names of the variables: first the trained ones, then the others.
     names: Sequence[str] = ()
     # A row of projections for each variable that is trained.
     gradients: np.ndarray = field(default_factory=_no_tensors)
@@ -96,14 +96,14 @@ class Record:
     calls: list[RecordedCall] = field(default_factory=list)
     # The calls that led to any step of an optimizer, by its name: each since the step before, of any optimizer.
     calls_before: dict[str, list[RecordedCall]] = field(default_factory=dict)
-    # Lines that train or evaluate, with those that called them.
+    # Lines that train or evaluate, with their callers.
     trained_at: set[str] = field(default_factory=set)
     ended_at: str = ""  # the line where the limit of time ended the script
     # Lines that would have trained or evaluated after that.
     unreached: list[str] = field(default_factory=list)
-    metrics: set[str] = field(default_factory=set)  # names of those of the models in ``fit``
+    metrics: set[str] = field(default_factory=set)  # names of the metrics of models in ``fit``
     joined: bool = False  # the process was a rank of a job
-    by_horovod: bool = False  # the script uses Horovod's names
+    uses_horovod: bool = False  # the script uses Horovod's names
     last_bit: float = 0.0  # last bit of the coarsest dtype in which its models compute
 
     def of(self, topic: str) -> list[RecordedCall]:
@@ -178,7 +178,7 @@ def average_of(ranks: Sequence[Record]) -> Record:
             average = np.mean(gradients, axis=0)
         steps.append(replace(step, gradients=average, rows=union(steps_of_ranks)))
     last_bit = ranks[0].last_bit
-    return Record(steps, ranks[0].calls, joined=True, by_horovod=True, last_bit=last_bit)
+    return Record(steps, ranks[0].calls, joined=True, uses_horovod=True, last_bit=last_bit)
 
 
 class Triple(NamedTuple):
@@ -237,7 +237,7 @@ def compare(single: Record, perturbed: Record, rank: Record) -> list[Deviation]:
 def _tolerance(record: Record, step: RecordedStep) -> float:
     """Return the fraction of the norm of a tensor that it may differ by, besides what perturbed inputs do."""
     tolerance = _TOLERANCE
-    if not step.rows or record.by_horovod:
+    if not step.rows or record.uses_horovod:
         tolerance = _TOLERANCE_UNPERTURBED
     return max(tolerance, record.last_bit)
 
@@ -291,8 +291,8 @@ def _deviations(
     ``tolerance`` is relative to the norm; an array of tolerances has a number for each variable.
     """
     # Arrays of different shapes can't be compared: an update shows only if another step follows, which not all of the
-    # three may have, and ranks may have variables that aren't trained of their own. ``ComparedRun`` looks at the number
-    # of those that are.
+    # three may have, and ranks may have variables that aren't trained of their own. ``ComparedRun`` compares the number
+    # of trained ones.
     if len({array.shape for array in arrays}) > 1:
         return []
     floor = _TOLERANCE * float(np.nanmax(np.abs(arrays.single), initial=0))

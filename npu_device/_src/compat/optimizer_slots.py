@@ -201,7 +201,7 @@ def clipped_with_all(
             "needs all of them; it is given only those of the share of its rank.\nWhat to do: clip the reduced "
             "gradients by tf.clip_by_global_norm first, with an optimizer that doesn't clip."
         )
-    # The positions of the gradients that Keras clips: it first drops those that are None or overwrite their variable.
+    # The positions of the gradients that Keras clips: first it drops what is None or overwrites its variable.
     positions = []
     for position, (gradient, variable) in enumerate(pairs):
         if gradient is not None and not is_overwritten(variable):

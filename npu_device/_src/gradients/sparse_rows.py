@@ -131,7 +131,7 @@ def add_up_slices(
     def dense() -> RowsAndIndices:
         table = tf.math.unsorted_segment_sum(own_rows, own_indices, length)
         [[total]] = engine.all_reduce([[table]], reduction, wire)
-        # Only picked rows are sent: an optimizer may move those that it is given, even by a gradient of 0.
+        # Only picked rows are sent: an optimizer may move any row that it gets, even by a gradient of 0.
         gathered_indices, _ = tf.unique(gather_ragged(engine, own_indices))
         return tf.gather(total, gathered_indices), gathered_indices
 

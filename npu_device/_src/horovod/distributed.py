@@ -95,7 +95,7 @@ def DistributedOptimizer(optimizer: Any, name: str | None = None, **arguments: A
     # Only an optimizer on several ranks has a reducer.
     if reducer := reducer_of(reducing_optimizer(optimizer)):
         # ``replicate`` refuses such an optimizer: each rank has batches of its own.
-        reducer.own_batches = True
+        reducer.has_own_batches = True
         reducer.adds_up_first = local.passes > 1
         tell_if_asked(world_unless_child(), "it is a DistributedOptimizer of Horovod")
     keras = compat.keras_of(optimizer)

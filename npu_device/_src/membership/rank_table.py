@@ -51,16 +51,16 @@ class RankTable:
 def load(path: str, timeout: float) -> RankTable:
     """Read a table and check it; ClusterError (EI0004) if it can't be read, breaks a rule, or isn't completed."""
     deadline = time.monotonic() + timeout
-    filling = False
+    is_filling = False
     while True:
         try:
             table = load_object(path)
             if table.text("status", '"completed" or "initializing"') != "initializing":
                 return _read(table)
-            filling = True
+            is_filling = True
         except ClusterError:
             # The scheduler may be in the middle of writing; only a table seen as "initializing" is read again.
-            if not filling or time.monotonic() >= deadline:
+            if not is_filling or time.monotonic() >= deadline:
                 raise
         if time.monotonic() >= deadline:
             raise fault(

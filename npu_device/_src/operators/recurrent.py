@@ -346,7 +346,7 @@ def _over_time(
     zeros = tf.zeros_like(states[0])
     # Output and gates of the previous step aren't used: they only have to have the shape.
     initial = (zeros, *states, *[zeros] * 5)
-    # TensorFlow takes the number of steps from the first tensor; that of the mask isn't known before it runs.
+    # TensorFlow takes the number of steps from the first tensor: the mask's length isn't known before it runs.
     return tuple(tf.scan(step, (*inputs, mask), initial))
 
 

@@ -43,9 +43,9 @@ class Option:
         return self._value
 
     @property
-    def deprecated(self) -> bool:
+    def is_deprecated(self) -> bool:
         """Return True if Ascend advises against the option."""
-        return self._rule.deprecated
+        return self._rule.is_deprecated
 
     def assign(self, path: str, value: Any) -> None:
         """Check a value and keep it. Raises like ``checked`` of ``Rule``."""
@@ -110,7 +110,7 @@ class OptionGroup:
                 f"{path!r} is a group of options and can't be assigned as a whole; assign to {names}"
             )
         option.assign(path, value)
-        if option.deprecated:
+        if option.is_deprecated:
             _log.warning("option %r is deprecated and may be removed from Ascend's adapter", path)
         if self._root._warns:
             self._root.__dict__["_warns"] = False

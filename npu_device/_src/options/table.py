@@ -23,7 +23,7 @@ class Rule:
     between: tuple[int, int] | None = None  # smallest and largest number that may be assigned
     # A bool may be assigned too and becomes the text ``"true"`` or ``"false"``.
     bool_words: bool = False
-    deprecated: bool = False  # assigning it logs a warning
+    is_deprecated: bool = False  # assigning it logs a warning
 
     def checked(self, path: str, value: Any) -> Any:
         """Return the value in the form in which it is kept; TypeError or ValueError if it isn't allowed."""
@@ -229,10 +229,10 @@ _OPTIMIZING = (
     Rule("auto_multistream_parallel_mode", _COMPILER),
 )
 _DEPRECATED = (
-    Rule("variable_format_optimize", _COMPILER, deprecated=True),
-    Rule("op_debug_level", _DEBUG, allowed=(0, 1, 2, 3, 4), deprecated=True),
-    Rule("op_select_implmode", _PRECISION, deprecated=True),
-    Rule("optypelist_for_implmode", _PRECISION, deprecated=True),
+    Rule("variable_format_optimize", _COMPILER, is_deprecated=True),
+    Rule("op_debug_level", _DEBUG, allowed=(0, 1, 2, 3, 4), is_deprecated=True),
+    Rule("op_select_implmode", _PRECISION, is_deprecated=True),
+    Rule("optypelist_for_implmode", _PRECISION, is_deprecated=True),
 )
 
 # Messages and the documentation list the options in this order.

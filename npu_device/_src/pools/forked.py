@@ -23,7 +23,7 @@ from npu_device._src.cluster.time_limits import SWEEP_SECONDS
 from npu_device._src.membership.rank_environment import horovod_environment, table_environment
 
 _SERVER = Path(__file__).parent / "fork_server.py"
-# There is a server for each combination of variables with these prefixes, without those that are read later.
+# There is a server for each combination of variables with these prefixes, but for variables that are read later.
 _READ_BY_IMPORT = ("TF_", "XLA_", "KERAS_", "NPU_DEVICE_TIME_LIMITS")
 _READ_LATER = ("TF_CONFIG", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
 _KERAS_3 = ("TF_USE_LEGACY_KERAS", "0")  # the value that counts without the variable
@@ -82,7 +82,7 @@ class ForkedProcess:
             # The server answers when the fork is there; without an answer, it has ended.
             answer = server.stdout.readline()
         except BaseException:
-            # After an interrupt, the next order would read the answer to this one.
+            # After an interrupt, the next order would read this answer.
             server.kill()
             raise
         if not answer:
@@ -172,7 +172,7 @@ def end_all(processes: Sequence, seconds: float) -> list[int]:
     late = []
     for index, process in enumerate(processes):
         try:
-            # Each gets some time, also the last one.
+            # Each process gets some time, also the last.
             process.wait(max(0.1, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             late.append(index)
@@ -182,7 +182,7 @@ def end_all(processes: Sequence, seconds: float) -> list[int]:
 
 
 def _server(environment: dict[str, str]) -> subprocess.Popen[str]:
-    # Variables that TensorFlow reads when it is imported must be those of the server.
+    # Variables that TensorFlow reads when it is imported must be the same as in the server.
     key = frozenset(
         (name, text)
         for name, text in environment.items()

@@ -73,7 +73,7 @@ def call_on_ranks(
     finally:
         offer.withdraw()
     errors = {rank: answer.value for rank, answer in answers.items() if not answer.succeeded}
-    # The first answer is that of the first rank that failed, by which others may fail.
+    # The first answer is from the first rank that failed, which may have made others fail.
     for rank, text in errors.items():
         failure = RankError(f"rank {rank} of {ranks}:\n{text}", errors)
         error = _error_of(answers[rank])

@@ -86,7 +86,7 @@ def answer_to(call: bytes) -> tuple[Answer, BaseException | None]:
 
 def _traceback(error: BaseException) -> str:
     frames = error.__traceback__
-    # The traceback begins with the function's own frames: those of this folder are the same in each error.
+    # The traceback begins with the function's own frames: the frames of this folder are the same in each error.
     while (
         frames is not None
         and os.path.dirname(frames.tb_frame.f_code.co_filename) == os.path.dirname(__file__)
@@ -118,7 +118,7 @@ def packed(answer: Answer) -> bytes:
 
 
 _calls: Connection
-_over = False  # there are no more calls
+_is_over = False  # there are no more calls
 _error: BaseException | None = None  # error of the last call
 
 
@@ -129,17 +129,17 @@ def is_rank() -> bool:
 
 def answer_calls(restore: Callable[[], None] = lambda: None) -> None:
     """Answer until there are no more calls; ``restore`` is called before each."""
-    global _over, _error
+    global _is_over, _error
     with contextlib.suppress(EOFError, OSError):
         while call := _calls.recv_bytes():
             restore()
             answer, error = answer_to(call)
-            if _over:
+            if _is_over:
                 # The function has answered calls itself, to the last.
                 return
             _error = error
             _calls.send_bytes(packed(answer))
-    _over = True
+    _is_over = True
 
 
 def answer_this_and_more(answer: Answer) -> None:

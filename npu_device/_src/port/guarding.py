@@ -35,8 +35,8 @@ def guard_files(port: Port) -> None:
             continue
         if rule.action != "note" and _guard(port, call, rule.action):
             port.report(DONE, rule.name, call)
-        # Printing on all ranks does no harm.
         elif rule.action != "print":
+            # Printing on all ranks does no harm.
             port.report(NOTE, rule.name, call)
 
 

@@ -19,7 +19,7 @@ def divide(port: Port, steps: list) -> None:
     """Let each rank read its share of the dataset, or take its share of the arrays, that lead to the steps."""
     training = [loop for loop in port.of(cst.For) if port.runs(loop.body, steps)]
     sources = [loop.iter for loop in training]
-    # The nodes of a loop are those of the loops around it, too.
+    # The nodes of a loop also belong to the loops around it.
     inside = dict.fromkeys(node for loop in training for node in walk(loop.body))
     # A loop may read by ``next``: for _ in range(steps): x, y = next(iterator)
     for node in inside:
@@ -146,8 +146,8 @@ def _leads_to(port: Port, statement: Any, steps: list) -> bool:
         # A batch that is cut out of what the statement assigns is divided by itself.
         if names & _names(value) and not is_slice(value):
             names |= targets
-        # The names get other values, unless that is so in a branch only.
         elif port.statement(node) in always_run:
+            # The names get other values, unless that is so in a branch only.
             names -= targets
     return False
 

@@ -58,8 +58,8 @@ def _lines(file: PortedFile) -> list[str]:
             lines += [f"    - {choice}" for choice in finding.choices]
         elif finding.kind == NOTE:
             by_rule.setdefault(("look at", finding.rule), []).append(finding)
-        # A file without a change needs no list of what was done.
         elif file.code == 0:
+            # A file without a change needs no list of what was done.
             by_rule.setdefault(("done:", finding.rule), []).append(finding)
     for (head, rule), findings in sorted(by_rule.items()):
         numbers = ", ".join(str(finding.line) for finding in findings)

@@ -156,8 +156,8 @@ def _applied(port: Port) -> str:
             # Warnings are about strings of the script.
             warnings.simplefilter("ignore")
             compile(ported, "ported.py", "exec", dont_inherit=True)
-    # LibCST doesn't find all errors, such as a return outside of a function.
     except SyntaxError as error:
+        # LibCST doesn't find all errors, such as a return outside of a function.
         raise Refused(f"a syntax error ({error.msg}) in: {(error.text or '').strip()}") from None
     return ported
 

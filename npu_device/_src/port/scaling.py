@@ -188,7 +188,7 @@ class _Reader:
         scale = self.scale(operand, depth + 1)
         if scale in (Scale.REPLICAS, Scale.DEVICES):
             return Scale.DEVICES
-        # The root of a mean, or the largest sample, is neither a sum nor a mean of those of the ranks.
+        # The root of a mean, or the largest sample, is neither the sum nor the mean of the ranks' values.
         if scale in _NUMBERS or word.startswith("reduce_"):
             return Scale.UNKNOWN
         return Scale.EACH

@@ -88,8 +88,8 @@ class Script:
             elif isinstance(node, cst.Assign):
                 for target in node.targets:
                     self._read_assignment(target.target, node.value, node, _WHOLE)
-            # A loop or += gives the name another value than that of the expression.
             elif isinstance(node, (cst.For, cst.AugAssign)):
+                # A loop or += gives the name another value than the expression has.
                 self._read_assignment(node.target, node, node, _UNKNOWN)
 
     def _read_import(self, node: Any) -> None:
@@ -125,11 +125,11 @@ class Script:
             # Both sides have the same number of elements: a, b = x, y
             if pairs_up:
                 self._read_assignment(inner_target, value.elements[index].value, node, _WHOLE)
-            # The elements come from one value: a, b = f()
             elif portion == _WHOLE:
+                # The elements come from one value: a, b = f()
                 self._read_assignment(inner_target, value, node, Portion(True, index))
-            # Nested targets aren't followed: a, (b, c) = f()
             else:
+                # Nested targets aren't followed: a, (b, c) = f()
                 self._read_assignment(inner_target, value, node, _UNKNOWN)
 
     # Nodes and their places

@@ -239,8 +239,8 @@ def _port_strategy(port: Port, call: Any, name: str) -> None:
     elif class_name and "ParameterServer" not in name:
         port.replace(call, f"{module}.distribute.get_strategy()")
         port.report(DONE, "strategy", call)
-    # The class may be imported by itself: from tensorflow.distribute import MirroredStrategy
     else:
+        # The class may be imported by itself: from tensorflow.distribute import MirroredStrategy
         port.report(OPEN, "unsupported strategy calls", call)
 
 
@@ -272,10 +272,10 @@ def port_horovod(port: Port) -> bool:
         if name == "horovod" and is_plain:
             port.replace(node, "from npu_device import horovod")
             port.report(DONE, "horovod", node)
-        # A plain "import horovod.tensorflow" would leave the name horovod to the original.
         elif name == "horovod" or (
             name.startswith(WORDS_BY_TOPIC["faces of Horovod"]) and not is_plain
         ):
+            # A plain "import horovod.tensorflow" would leave the name horovod to the original.
             port.replace(node, port.text(node).replace("horovod", "npu_device.horovod", 1))
             port.report(DONE, "horovod", node)
         else:

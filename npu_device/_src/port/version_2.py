@@ -101,11 +101,11 @@ def _replicate_trained(port: Port, call: Any) -> None:
     elif trainee in (_Trainee.MODEL, _Trainee.COMPILED):
         if is_one_model and assignment is not None and assignment.scope is port.scope(call):
             _replicate(port, assignment.statement, model)
-        # Several models may have the name, or it isn't this function's to assign.
         else:
+            # Several models may have the name, or it isn't this function's to assign.
             _replicate(port, call, model, after=False)
     elif trainee is _Trainee.UNKNOWN:
-        # A name that is compiled elsewhere is that of a model.
+        # A name that is compiled elsewhere is a model.
         if dotted(model) and (port.is_replicated(model) or _looks_like_training(call)):
             _replicate(port, call, model, after=False)
         else:
@@ -257,8 +257,8 @@ def _reduce(port: Port, call: Any) -> None:
     if scale is Scale.MEAN:
         reduction = "mean"
         effect = "averages over"
-    # A tape adds up the values of a loss that has several.
     elif scale in (Scale.SUM, Scale.EACH):
+        # A tape adds up the values of a loss that has several.
         reduction = "sum"
         effect = "adds up"
     else:
@@ -270,8 +270,8 @@ def _reduce(port: Port, call: Any) -> None:
     # The gradients have a name: gradients = tape.gradient(…)
     if target and statement.body[0].value is source:
         port.insert(statement, f"{target} = {template.format(target)}", after=True)
-    # The call stands inside another one: optimizer.apply_gradients(zip(tape.gradient(…), …))
     else:
+        # The call stands inside another one: optimizer.apply_gradients(zip(tape.gradient(…), …))
         port.replace(source, template)
     port.report(
         DONE,
@@ -317,11 +317,11 @@ def _broadcast(port: Port, call: Any) -> None:
     if isinstance(variables, cst.Attribute):
         is_of_model = variables.attr.value in WORDS_BY_TOPIC["variables of a model"]
     names: list = []
-    # The variables may be those of a model: model.trainable_variables
+    # The variables may belong to a model: model.trainable_variables
     if is_of_model:
         names = [variables.value]
-    # The variables may be listed: [w, b], generator.variables + discriminator.variables
     elif variables is not None:
+        # The variables may be listed: [w, b], generator.variables + discriminator.variables
         names = [node for node in walk(variables) if isinstance(node, cst.Name)]
     start = _first_statement_leading_to(port, names, call)
     if start is None or (is_of_model and not _is_built(port, names[0], start)):
@@ -329,7 +329,7 @@ def _broadcast(port: Port, call: Any) -> None:
         return
     text = port.text(variables)
     if is_of_model:
-        # All variables are sent, also those that aren't trained.
+        # All variables are sent, also untrained ones.
         text = f"{port.text(names[0])}.variables"
     port.insert(start, f"npu.distribute.broadcast({text}, root_rank=0)", after=False)
     port.report(DONE, "broadcast", start)

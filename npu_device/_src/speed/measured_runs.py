@@ -157,8 +157,8 @@ class _SpeedProcess(ForkingProcess):
             for line in npurun.stdout:
                 if not keep_report(first, line):
                     log.write(line)
-                # A rank that is done goes on training, so that the others aren't disturbed.
                 elif are_done(self._processes):
+                    # A rank that is done goes on training, so that the others aren't disturbed.
                     npurun.send_signal(signal.SIGINT)
         limit.cancel()
         code = npurun.wait()

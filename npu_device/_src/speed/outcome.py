@@ -114,7 +114,7 @@ class Speedup:
         low, high: its spread.
         verdict: "faster", "slower", or "" if the spread covers 1 or there were too few rounds.
         memory: of all ranks, in bytes.
-        step_times: where the time of a step goes, in ms, in a run that is traced.
+        parts: where the time of a step goes, in ms, in a run that is traced.
     """
 
     ranks: int
@@ -127,7 +127,7 @@ class Speedup:
     high: float
     verdict: str
     memory: int
-    step_times: dict[str, float]
+    parts: dict[str, float]
 
     @property
     def setup(self) -> Setup:
@@ -270,7 +270,7 @@ def _speedup(
         high=high,
         verdict=_verdict(low, high, len(ratios), lost_cores),
         memory=sum(rank.memory for rank in runs[0].times),
-        step_times=_step_times(runs[0].analysis),
+        parts=_parts(runs[0].analysis),
     )
 
 
@@ -300,7 +300,7 @@ def _verdict(low: float, high: float, rounds: int, lost_cores: float) -> str:
     return ""
 
 
-def _step_times(analysis: Analysis | None) -> dict[str, float]:
+def _parts(analysis: Analysis | None) -> dict[str, float]:
     """Return where the step of the rank goes for which the others wait."""
     if analysis is None:
         return {}
@@ -352,7 +352,7 @@ def _what_would_help(
         savings["--shard-optimizer (docs/faster.md)"] = saved_by_dividing(analysis.traces, busiest)
     # A few bytes take as long as one.
     if analysis.size > _SMALL and len(trace.segments) == 1 < len(trace.gradients):
-        # Reductions of segments hide in the backward pass, but the last one can't.
+        # Reductions of segments hide in the backward pass, but for the last segment.
         savings["NPU_DEVICE_SPLIT=25%,25%,25%,25%, four segments (docs/faster.md)"] = min(
             0.75 * busiest.exposed, busiest.alone
         )
@@ -368,8 +368,8 @@ def _what_would_help(
 def text(measured: Outcome, steps: int) -> str:
     """Return the table, with what was measured above it, and advice below."""
     speedups = measured.speedups
-    step_times = next((speedup.step_times for speedup in speedups if speedup.step_times), {})
-    head = ["ranks", "samples/s", "steps/s", "speedup", "spread", "", "memory", *step_times]
+    parts = next((speedup.parts for speedup in speedups if speedup.parts), {})
+    head = ["ranks", "samples/s", "steps/s", "speedup", "spread", "", "memory", *parts]
     rows = [head, *map(_cells, speedups)]
     widths = [max(map(len, column)) for column in itertools.zip_longest(*rows, fillvalue="")]
     table = ["  ".join(map(str.rjust, row, widths)).rstrip() for row in rows]
@@ -377,7 +377,7 @@ def text(measured: Outcome, steps: int) -> str:
         f"medians of {counted(speedups[0].rounds, 'round')} of at least {steps} steps",
         *measured.batch.split("; "),
     ]
-    if step_times:
+    if parts:
         notes.append(
             "parts of a step in ms, from a run that is traced, of the rank for which the others wait"
         )
@@ -410,5 +410,5 @@ def _cells(speedup: Speedup) -> list[str]:
         *comparison,
         f"{speedup.memory / 2**30:.1f} GiB",
         # One process has no such times: only reductions are traced.
-        *(f"{time:.1f}" for time in speedup.step_times.values()),
+        *(f"{time:.1f}" for time in speedup.parts.values()),
     ]

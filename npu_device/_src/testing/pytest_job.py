@@ -83,7 +83,7 @@ def _worker_input(config: pytest.Config) -> dict[str, Any]:
         "cov_master_topdir": os.getcwd(),
         "cov_master_rsync_roots": [],
     }
-    # The rank's coverage then counts with that of this process.
+    # The rank's coverage is then added to the coverage of this process.
     for name in own_input:
         if name.startswith("cov_") or name == "testrunuid":
             worker_input[name] = own_input[name]
@@ -148,7 +148,7 @@ def _pool_key(item: pytest.Item) -> Any:
         return None
     options = mark.kwargs
     key = run.pool_key(size, options.get("keras"), options.get("environment") or {})
-    # These tests have ranks of their own, apart from those of ``run``.
+    # These tests have ranks of their own, apart from the ranks of ``run``.
     return (*key, "pytest")
 
 

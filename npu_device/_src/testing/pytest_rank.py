@@ -78,7 +78,7 @@ class _Rank:
         # Each test may set a seed of its own.
         device.forget_seed()
         config = item.config
-        # The announced test may need other fixtures than this one.
+        # The announced test may need different fixtures.
         if self._announced is not item:
             self.session._setupstate.teardown_exact(item)
         self._announced = self._items.get(successor or "")
@@ -111,7 +111,7 @@ def session(
 
     global _session
     os.chdir(directory)
-    # pytest removes old temporary folders, which must not be those of another rank.
+    # pytest removes old temporary folders, which must not belong to another rank.
     config = pytest.Config.fromdictargs(
         {**options, "basetemp": f"{options['basetemp']}-rank{rank()}"},
         files,

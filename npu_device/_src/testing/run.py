@@ -66,9 +66,9 @@ def run(
         armed = Armed(function, faults, Path(directory))
         try:
             returned = _run_with_restarts(key, armed, arguments, restarts, limit)
-        # A rank that failed by a fault is what was asked for; one that never happened is the better
-        # error.
         except RankError:
+            # A rank that failed by a fault is what was asked for; one that never happened is the better
+            # error.
             armed.require_all()
             raise
         armed.require_all()
@@ -109,7 +109,7 @@ def pool_key(ranks: int, keras: object, environment: Mapping[str, str]) -> _Pool
 
 def pool_of(key: _PoolKey, pool_class: type[Pool] = Pool) -> Any:
     """Return ranks that wait for a call; those that have not been used for longest end when there are too many."""
-    # The pool is taken out and put back at the end, so that the order is that of the last use.
+    # The pool is taken out and put back at the end, so that pools are in the order of their last use.
     pool = _pools.pop(key, None)
     if pool is None or not pool.alive:
         if pool is not None:

@@ -364,7 +364,7 @@ class NPUEstimatorSpec(_EstimatorSpec):
 
     def __new__(cls, mode: str, *arguments: Any, host_call: Any = None, **keywords: Any) -> Any:
         require_estimator("NPUEstimatorSpec")
-        # By position, Ascend's argument comes after those of TensorFlow.
+        # By position, Ascend's argument comes after TensorFlow's arguments.
         if len(arguments) == len(cls._fields):
             *arguments, host_call = arguments  # type: ignore[assignment]
         spec = super().__new__(cls, mode, *arguments, **keywords)

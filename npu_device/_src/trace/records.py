@@ -109,7 +109,7 @@ class RankTrace:
     model: str = ""
     backend: str = ""
     group: str = ""
-    # In the order of production; those of one segment stand together.
+    # In the order of production; gradients of one segment stand together.
     gradients: tuple[GradientRecord, ...] = ()
     segments: tuple[tuple[int, int], ...] = ()  # first and last gradient of each segment
     iterations: tuple[Iteration, ...] = ()
@@ -312,7 +312,7 @@ class TraceFile:
         if schema is old:
             return True
         if old is not None and old.model != schema.model:
-            # The reductions of a smaller model, such as a part of this one, are no iterations of it.
+            # The reductions of a smaller model, such as a part of this model, are no iterations of it.
             if schema.bytes <= old.bytes:
                 return False
             assert self._file is not None

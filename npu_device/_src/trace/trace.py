@@ -109,8 +109,8 @@ class Tracer:
                     return
                 try:
                     self._file.add(self._schemas[int(schema_index)], points.numpy().tolist())
-                # Any error is caught, since training must not wait for a queue that nobody empties.
                 except Exception:
+                    # Any error is caught, since training must not wait for a queue that nobody empties.
                     _log.exception("rank %d: tracing ends here", self.rank)
                     self._file.close()
 

@@ -47,7 +47,7 @@ def other_variables(run: ComparedRun) -> Where:
             continue
         reference = "one process"
         # With Horovod's names, rank 0 stands for one process.
-        if run.single.by_horovod:
+        if run.single.uses_horovod:
             reference = "rank 0"
         counts = (
             f"{reference} trains {step.single.trained}, and rank {rank} {step.ranks[rank].trained}"
@@ -186,7 +186,7 @@ def global_batch_size(run: ComparedRun) -> Where:
 
 def sum_averaged(run: ComparedRun) -> Where:
     """Recognize gradients that are too small by the number of ranks."""
-    # This cause comes after those that have the same ratio and a line to name.
+    # This cause comes after the causes that have the same ratio and a line to name.
     if run.is_ratio(1 / run.size):
         return ""
     return None
@@ -324,7 +324,7 @@ CAUSES_WITH_HOROVOD: tuple[tuple[str, Cause], ...] = (
 def cause_of(run: ComparedRun) -> tuple[str, str]:
     """Return name and text of the most specific cause; both "" if N ranks give the single-process result."""
     causes = CAUSES
-    if run.single.by_horovod:
+    if run.single.uses_horovod:
         causes = CAUSES_WITH_HOROVOD
     for name, cause in causes:
         where = cause(run)

@@ -108,7 +108,7 @@ class ForkingProcess(ABC):
                 running[pid] = process
             self.wait(running)
             _end_all(list(running))
-        # The script goes on in the other processes, and has only begun in this one.
+        # The script goes on in the other processes, and has only begun here.
         os._exit(0)
 
     def become(self, process: PlannedProcess) -> None:

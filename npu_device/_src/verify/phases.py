@@ -107,7 +107,7 @@ class Phases:
         """Count a step. Return what a ``RecordedStep`` tells of its phase; None if it isn't recorded."""
         self._totals[optimizer] += 1
         stack = _user_stack()
-        # Within ``fit``, the place is that of the call, not that of Keras's step.
+        # Within ``fit``, the place is the call of the script, not Keras's step.
         if self._fits:
             stack = self._fits[-1].stack
             self._note_in_fit(optimizer)
@@ -153,7 +153,7 @@ class Phases:
         while not is_enough:
             time.sleep(SWEEP_SECONDS)
             with self._lock:
-                is_enough = self._is_enough()
+                is_enough = self._end_if_enough()
         with self._lock:
             self._is_closed = True
             if self._process.is_single:
@@ -163,7 +163,7 @@ class Phases:
         sys.stdout.flush()
         (self._process.folder / DONE).touch()
 
-    def _is_enough(self) -> bool:
+    def _end_if_enough(self) -> bool:
         if self._process.is_single:
             return self._end_by_time()
         return self._is_as_far_as_single()

@@ -14,8 +14,8 @@ from npu_device._src.membership.rank_environment import table_environment
 # The files that processes leave.
 LOG = "output.log"
 PROBLEM = "problem.txt"  # of the process of START: why nothing can be compared
-DONE = "done"  # of a process that has recorded enough; the one that waits writes it for one that has ended
-FAILED = "failed.txt"  # of the process that waits: how this one failed
+DONE = "done"  # of a process that has recorded enough; written by the waiting process if a process has ended
+FAILED = "failed.txt"  # written by the process that waits: how a process failed
 
 START = "start"
 """The run whose process begins the script, and becomes all others."""
@@ -36,7 +36,9 @@ class PlannedProcess:
     )
     ranks: int = 1  # number of ranks of its run; 1 for a process without a job
     rank: int = 0
-    perturbed: bool = False  # the single process's twin, whose inputs are changed in their last bit
+    is_perturbed: bool = (
+        False  # the single process's twin, whose inputs are changed in their last bit
+    )
 
     @property
     def folder(self) -> Path:
@@ -53,14 +55,14 @@ class PlannedProcess:
         """Return what messages call its run."""
         if self.ranks > 1:
             return f"{self.ranks} ranks"
-        if self.perturbed:
+        if self.is_perturbed:
             return "one process with perturbed inputs"
         return "one process"
 
     @property
     def single(self) -> PlannedProcess:
         """Return the single process with which ranks are compared."""
-        return replace(self, run="one", ranks=1, rank=0, perturbed=False)
+        return replace(self, run="one", ranks=1, rank=0, is_perturbed=False)
 
     @property
     def is_single(self) -> bool:
@@ -87,4 +89,4 @@ class PlannedProcess:
             [replace(self, run=f"ranks{size}", ranks=size, rank=rank) for rank in range(size)]
             for size in sizes
         ]
-        return [[self.single, replace(self, run="perturbed", perturbed=True)], *ranks]
+        return [[self.single, replace(self, run="perturbed", is_perturbed=True)], *ranks]

@@ -45,7 +45,7 @@ class _VerifiedProcess(ForkingProcess):
     def wait(self, running: dict[int, PlannedProcess]) -> None:
         began = time.monotonic()
         _wait(running, self._requested_ranks, self._single_seconds)
-        # Measured once, for the first run: that of one process and its twin.
+        # The first run is measured: one process and its twin.
         self._single_seconds = self._single_seconds or time.monotonic() - began
 
     def recorder(self) -> Any:
@@ -87,7 +87,7 @@ def _wait(running: dict[int, PlannedProcess], requested_ranks: int, single_secon
             _keep_failure(process, how)
             # A rank that fails leaves the others waiting for it.
             deadline = min(deadline, time.monotonic() + OTHERS_FAIL_SECONDS)
-        # Other processes go as far as this one, and look for this file to know how far that is.
+        # Other processes go as far as this process, and wait for this file to know how far that is.
         (process.folder / DONE).touch()
 
 

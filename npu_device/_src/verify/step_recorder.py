@@ -209,8 +209,8 @@ class StepRecorder:
     def _by_horovod(self) -> bool:
         """Note and return whether the script has called Horovod's ``init``."""
         face = sys.modules.get("npu_device._src.horovod.process")
-        self._record.by_horovod |= bool(face and face.is_initialized())
-        return self._record.by_horovod
+        self._record.uses_horovod |= bool(face and face.is_initialized())
+        return self._record.uses_horovod
 
     # Models
 
@@ -252,7 +252,7 @@ class StepRecorder:
         # With Horovod's names, each rank has to have gradients of its own.
         if self._by_horovod():
             return _LARGE_CHANGE
-        if self._process.perturbed:
+        if self._process.is_perturbed:
             return last_bit
         return 0.0
 

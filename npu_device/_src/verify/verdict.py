@@ -86,7 +86,7 @@ def judge(runs: Sequence[Sequence[PlannedProcess]]) -> Verdict:
                 )
             continue
         unfinished: dict[str, bool] = {}
-        if records[0].by_horovod:
+        if records[0].uses_horovod:
             # Other notes are on what is compared with one process.
             notes = [_HOROVOD]
             run = _run_with_horovod(records)
@@ -105,7 +105,7 @@ def judge(runs: Sequence[Sequence[PlannedProcess]]) -> Verdict:
         # If one process fails, too, it is the script's own error, unless the ranks haven't come as far.
         if failure and (unfinished or not single_fails):
             incomplete.append((run, _FAILED, failure))
-        elif failure and records[0].by_horovod:
+        elif failure and records[0].uses_horovod:
             # With Horovod's names, ranks may have fewer steps to make.
             missed.append(f"what follows an error: {failure}")
         elif unintended and processes is runs[1]:
@@ -158,7 +158,7 @@ def _phases(record: Record) -> dict[str, int]:
 def _sameness(record: Record) -> str:
     """Return what is the same, and for how many steps of each phase."""
     claim = _RESULT
-    if record.by_horovod:
+    if record.uses_horovod:
         claim = _AVERAGE
     phases = [
         f"{count} step{'s' * (count > 1)} of {phase}" for phase, count in _phases(record).items()
@@ -257,7 +257,7 @@ def _notes_of_run(run: ComparedRun, cause: str) -> list[str]:
     layers = _layers(run.ranks[0].of(topics.NORMALIZES_ALONE))
     if layers:
         notes.append(_NORMALIZES_ALONE.format(layers=layers))
-    if run.single.by_horovod and run.read_same_samples() and not run.shuffles_unseeded():
+    if run.single.uses_horovod and run.read_same_samples() and not run.shuffles_unseeded():
         notes.append(_HOROVOD_SAMPLES)
     lost = run.lost_in_rounding()
     if lost and not cause:

@@ -38,7 +38,7 @@ class Sums:
     numbers: IsSum = field(default_factory=dict)
     # The reducers of optimizers all of whose gradients are sums.
     reducers: set = field(default_factory=set)
-    are_all: bool = False  # the reducers are those of all optimizers of the step
+    are_all: bool = False  # ``reducers`` has the reducers of all optimizers of the step
 
 
 @dataclass
@@ -74,8 +74,8 @@ class CurrentStep:
         """Return this rank's factor in a sum: 1 if it has samples, else 0; always the same object."""
         return self.share.sum_factor
 
-    def is_sum(self, taker: str, number: Any) -> bool | None:
-        """Return True if a number is a sum over the samples, False if it is a mean, None if that isn't known.
+    def register_number(self, taker: str, number: Any) -> bool | None:
+        """Note a number; return True if it is a sum over the samples, False if it is a mean, None if that isn't known.
 
         The name of a number is its ``taker`` (a loss, a metric, the logs) and its place among the numbers that the step
         has given to that one so far, since the values differ from step to step and the calls don't.
@@ -92,8 +92,8 @@ class CurrentStep:
         return self.fraction
 
     # The step sums the ranks' gradients, each times the rank's fraction, unless the losses have got that factor. Where
-    # ranks exchange values that the loss depends on, each rank's loss counts by its fraction, too; and what comes of
-    # that for this rank's samples must not be multiplied once more.
+    # ranks exchange values that the loss depends on, gradients come back from all ranks' losses, each with the factor
+    # of its rank: they must not be multiplied once more by the factor of this rank.
 
     def to_exchange(self, tensor: tf.Tensor) -> tf.Tensor:
         """Return a tensor that is going to be summed or gathered, with the gradient that this calls for."""

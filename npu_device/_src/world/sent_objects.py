@@ -47,8 +47,8 @@ def packed(value: Any, trusted: bool) -> bytes:
         else:
             form = _PLAIN
             content = to_json(value).encode()
-    # A refusal is sent, so that all ranks raise the same error.
     except _CannotBeSentError as error:
+        # A refusal is sent, so that all ranks raise the same error.
         form = _REFUSED
         content = str(error).encode(errors="replace")
     except RecursionError:
@@ -72,8 +72,8 @@ def unpacked(data: bytes, ranks: Sequence[str], trusted: bool) -> list:
             plain = None
             if form == _PLAIN:
                 plain = from_json(content)
-        # Anything may be wrong with bytes of another process.
         except Exception as error:
+            # Anything may be wrong with bytes of another process.
             raise ClusterError(
                 f"{rank} has sent an object that can't be read.\n"
                 "Likely cause: a different program sends to the ports of this rank, or the ranks have different "
@@ -157,7 +157,7 @@ def _value(plain: Any) -> Any:
     if type_name in _COLLECTIONS:
         return _COLLECTIONS[type_name](map(_value, content))
     if type_name == "dict":
-        return {_value(key): _value(content_of_key) for key, content_of_key in content}
+        return {_value(key): _value(element) for key, element in content}
     if type_name in _BYTES:
         return _BYTES[type_name](base64.b64decode(content, validate=True))
     array = _value(content)

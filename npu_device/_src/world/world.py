@@ -45,7 +45,7 @@ class World:
     def object_from_root(self, value: Any, root_rank: int = 0) -> Any:
         """Return the Python object of the root, also while a graph is built; those of the other ranks are ignored."""
         with compat.eager_mode():
-            trusted = self.job.cluster.trusted
+            trusted = self.job.cluster.is_trusted
             sends = self.rank == root_rank
             content = b""
             if sends:
@@ -71,7 +71,7 @@ class World:
         exchange unrelated ones.
         """
         with compat.eager_mode():
-            trusted = self.job.cluster.trusted
+            trusted = self.job.cluster.is_trusted
             array = np.frombuffer(packed(value, trusted), np.uint8)
             # Objects differ in size, which a gather of rows allows.
             content = self.gather(tf.constant(array), purpose).numpy().tobytes()

@@ -244,7 +244,7 @@ def _by_fault(disturbances: Sequence[Disturbance]) -> str:
         ended = []
         ridden_out = []
         for disturbance in disturbances:
-            if disturbance.fault == fault and disturbance.ended:
+            if disturbance.fault == fault and disturbance.has_ended:
                 ended.append(disturbance)
             elif disturbance.fault == fault:
                 ridden_out.append(disturbance)
@@ -253,7 +253,7 @@ def _by_fault(disturbances: Sequence[Disturbance]) -> str:
 
 
 def _effect(disturbance: Disturbance) -> str:
-    if not disturbance.ended:
+    if not disturbance.has_ended:
         return "ridden out"
     if disturbance.recovered is None:
         return "the attempt ended, and no other came"

@@ -74,8 +74,8 @@ class Proxy:
             try:
                 # Most ranks try to connect before the hub listens.
                 target = socket.create_connection(self._target, 10)
-            # Nobody listens there yet, and the client tries again.
             except OSError:
+                # Nobody listens there yet, and the client tries again.
                 client.close()
                 continue
             target.settimeout(None)

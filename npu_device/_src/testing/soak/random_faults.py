@@ -37,7 +37,7 @@ class Disturbance:
         where: ``"rank 1"`` or ``"node 1"``.
         attempt: how often the job had been started again.
         seconds: until it was taken back; 0 for a fault that can't be.
-        ended: the attempt ended before the next fault; if not, the ranks rode it out.
+        has_ended: the attempt ended before the next fault; if not, the ranks rode it out.
         recovered: seconds until all ranks ran again in another attempt; None if there was none.
     """
 
@@ -46,7 +46,7 @@ class Disturbance:
     where: str
     attempt: int
     seconds: float = 0.0
-    ended: bool = False
+    has_ended: bool = False
     recovered: float | None = None
 
 
@@ -137,7 +137,7 @@ class RandomFaults:
             self._say(f"{fault} is not possible here, and left out from now on: {error}")
             self._faults.remove(fault)
             return
-        disturbance.ended = fault == "kill"
+        disturbance.has_ended = fault == "kill"
         self.disturbances.append(disturbance)
         self._say(f"{after:7.1f} s: {fault} {where}{duration}")
         self._watch(time.monotonic() + disturbance.seconds)
@@ -184,7 +184,7 @@ class RandomFaults:
             self.attempt = max(self.attempt, ranks[-1].attempt)
         if self.disturbances and self.attempt > self.disturbances[-1].attempt:
             disturbance = self.disturbances[-1]
-            disturbance.ended = True
+            disturbance.has_ended = True
             if disturbance.recovered is None and _is_whole(ranks):
                 disturbance.recovered = time.monotonic() - self._began - disturbance.after
         return ranks

@@ -134,7 +134,7 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
         """Remember that the next step is the first of an epoch."""
         if self._resume is not None and epoch > self._resume["epoch"]:
             self._must_have_resumed()
-        # Keras has read it. Left there, it would be where the next fit begins if an error ends this one.
+        # Keras has read it. If it stayed, the next fit would begin there after an error.
         compat.begin_fit_at(self.model, None)
         self._epoch = epoch
         self._begins_epoch = True

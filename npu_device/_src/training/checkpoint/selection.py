@@ -44,7 +44,7 @@ class Chosen(NamedTuple):
     storage: Storage
     step: int
     holder: int  # the lowest rank whose directory has the shared state
-    manifest: dict[str, Any]  # that of the holder: a rank may have the one of another host
+    manifest: dict[str, Any]  # the holder's: a rank may have the manifest of another host
     not_kept: list[str]
 
     @property

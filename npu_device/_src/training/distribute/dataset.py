@@ -101,8 +101,8 @@ def _warn_if_uneven(count: int, world_size: int, batch: int) -> None:
             "rank at least one element. If the elements are files, write more of them, or read them before the call.",
             *(count, world_size, count),
         )
-    # Without a remainder of batches, one element more doesn't make a step more.
     elif remainder and (least % batch == 0 or (least + 1) % batch == 0):
+        # Without a remainder of batches, one element more doesn't make a step more.
         _log.warning(
             "shard_and_rebatch_dataset: %d elements on %d ranks leave some ranks one element more, and with batches of "
             "%d per rank one batch more. A rank that makes a step more than the others waits for them, or runs ahead "

@@ -116,7 +116,7 @@ class _LoadCall:
         self.key = f"load_once/{call_index}"
         leaders = world.job.hosts.leaders
         self.loading_ranks = sorted(set(leaders))
-        self.loading_rank = leaders[world.rank]  # the one of this host
+        self.loading_rank = leaders[world.rank]  # on this host
         self.is_loading_rank = self.loading_rank == world.rank
         self._offer: Offer | None = None
         # The result without its arrays, and where they lie; on the loading rank.
@@ -155,10 +155,10 @@ class _LoadCall:
         skeleton = with_arrays(result, numbered)
         places = places_of(arrays)
         self._loaded = skeleton, places
-        trusted = self.world.job.cluster.trusted
+        trusted = self.world.job.cluster.is_trusted
         content = packed((skeleton, [tuple(place) for place in places]), trusted)
         self._offer, address = published(arrays, places, content)
-        # Checksums are computed for several hosts only, since that of a GiB takes a second.
+        # Checksums are computed for several hosts only, since a GiB takes a second.
         if len(self.loading_ranks) > 1:
             memory = memoryview(mapped(address))
             for name, array, place in zip(names, arrays, places):
@@ -236,7 +236,7 @@ class _LoadCall:
     def received(self, notes: Notes) -> Any:
         """Map the memory of this host; return the result with the arrays that lie in it."""
         note = notes[self.loading_rank]
-        trusted = self.world.job.cluster.trusted
+        trusted = self.world.job.cluster.is_trusted
         memory = mapped(Address(*note["address"]))
         # Read on the rank that loads, too, so that what can't be sent is an error on all ranks.
         if not self.is_loading_rank or not trusted:

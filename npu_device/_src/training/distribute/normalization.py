@@ -160,7 +160,7 @@ class Loops:
         """Note how gradients are reduced, if that is what the values are."""
         if not self._is_open:
             return
-        # Numbers, also those of numpy, are losses and counts: no gradients.
+        # Numbers, also numpy's, are losses and counts: no gradients.
         shapes = [tf.TensorShape(tensor.shape) for tensor in dense_tensors(values)]
         if not any(shape.rank for shape in shapes):
             return

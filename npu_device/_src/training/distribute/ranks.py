@@ -181,7 +181,7 @@ def rank_zero_first() -> Iterator[bool]:
             problem = f"{type(error).__name__}: {error}"
             raise
         finally:
-            # Sent after an error, too, or the other ranks would wait for this one. The text is empty if all went well.
+            # Sent after an error, too, or the other ranks would wait. The text is empty if all went well.
             world.object_from_root(problem)
         return
     problem = world.object_from_root("")

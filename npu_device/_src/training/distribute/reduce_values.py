@@ -84,7 +84,7 @@ def all_reduce(
     # A single tensor is a loss or a count; gradients come as a list.
     may_be_gradients = tf.nest.is_nested(values) and reduction in ("mean", "sum")
     step = current_step()
-    # The shares of a batch are those of all ranks: within another group, they don't matter.
+    # The shares of a batch are for all ranks: within another group, they don't matter.
     if step is not None and group == WORLD_GROUP:
         if reduction in ("mean", "sum"):
             reduced = _reduce_weighted(step, tensors, options)

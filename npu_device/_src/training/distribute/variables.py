@@ -109,11 +109,11 @@ def npu_broadcast_scope_wrapper(strategy: Any) -> Any:
     Every rank has to leave the scope. Source: Ascend TF Adapter 2.x, ``npu_broadcast_scope_wrapper``.
     """
     plain_scope = strategy.scope
-    sent = False
+    is_sent = False
 
     @contextlib.contextmanager
     def scope() -> Iterator:
-        nonlocal sent
+        nonlocal is_sent
         variables = []
 
         def collect(next_creator: Any, **keywords: Any) -> Any:
@@ -126,8 +126,8 @@ def npu_broadcast_scope_wrapper(strategy: Any) -> Any:
             with tf.variable_creator_scope(collect):
                 yield entered
             # Later scopes may belong to one rank alone.
-            if variables and not sent:
-                sent = True
+            if variables and not is_sent:
+                is_sent = True
                 broadcast(variables)
 
     strategy.scope = scope
@@ -347,8 +347,8 @@ def _table_state(table: Any) -> tuple[str, int]:
         keys, values = tf.raw_ops.LookupTableExportV2(
             table_handle=table.resource_handle, Tkeys=table.key_dtype, Tvalues=table.value_dtype
         )
-    # A table can't be read before it is initialized, or if it is of a graph.
     except (tf.errors.OpError, ValueError):
+        # A table can't be read before it is initialized, or if it is of a graph.
         return "a table", 0
     keys = map(repr, keys.numpy().tolist())
     # Sorted, since tables have no order.

@@ -110,8 +110,8 @@ class NPUBroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
         if are_alike:
             broadcast(training_state.training_variables(self.model), self._root_rank)
             self._sent = shapes
-        # No optimizer state is sent where optimizers differ, but the weights have to be the same to begin with.
         else:
+            # No optimizer state is sent where optimizers differ, but the weights have to be the same to begin with.
             broadcast(training_state.weights(self.model), self._root_rank)
             self._sent = []
 

@@ -25,7 +25,7 @@ class Reach:
 
     draws: set[str]  # names of the draws
     inputs: set[int]  # positions of inputs of the graph
-    samples: bool = False  # the samples of this rank are among them
+    has_samples: bool = False  # this rank's samples are among what they depend on
 
 
 class DataFlow:
@@ -49,7 +49,7 @@ class DataFlow:
         for tensor in compat.walk(tensors, self._sources):
             operation = tensor.op
             if tensor.name in self._samples:
-                reach.samples = True
+                reach.has_samples = True
                 return reach
             if operation.name in self._inputs:
                 reach.inputs.add(self._inputs[operation.name])
@@ -72,7 +72,7 @@ class DataFlow:
         """Return the draws behind targets that don't depend on this rank's samples: all ranks have to have the same."""
         draws: set[str] = set()
         for reach in map(self.reach, targets):
-            if not reach.samples:
+            if not reach.has_samples:
                 draws |= reach.draws
         return draws
 
@@ -117,7 +117,7 @@ class DataFlow:
             for reach in map(inner.reach, inner.decisions()):
                 arguments = call.arguments(reach.inputs)
                 # The function may be given samples, by which it decides on each rank anyway.
-                if reach.draws and not self.reach(arguments).samples:
+                if reach.draws and not self.reach(arguments).has_samples:
                     draws |= reach.draws
         return draws
 

@@ -421,7 +421,7 @@ def _cut(begin: int, end: int) -> Callable[..., tf.data.Dataset]:
 
 def _with_common_tag(tags: tf.Tensor, rows: Any) -> Any:
     """Return rows with one tag for all of them."""
-    # The mark is that of the batch, so all rows have the same one.
+    # All rows have the mark of their batch.
     count = tf.reduce_sum(tags[:, 0])
     return with_tag(tf.stack([count, tags[0, 1]]), rows)
 

@@ -37,14 +37,14 @@ class Draw:
 
     Attributes:
         name: of what draws, for messages.
-        stateful: an operation with a state of its own draws, not a generator.
+        is_stateful: an operation with a state of its own draws, not a generator.
         common: why it is the same on all ranks; "" if each rank draws its own.
         decides_alone: it decides what a function does that the step calls, on each rank differently.
         operation: what draws, or mixes the rank into a generator's state; None in eager mode.
     """
 
     name: str
-    stateful: bool
+    is_stateful: bool
     common: str
     decides_alone: bool = False
     operation: Any = None
@@ -98,12 +98,12 @@ class _Reasons:
 
     def _is_per_sample(self, operation: tf.Operation) -> bool:
         shape = operation.outputs[0].shape
-        # The unknown dimension in a step is that of the samples.
+        # The unknown dimension in a step is the number of samples.
         if not shape.is_fully_defined() or self._rows & set(shape.as_list()):
             return True
         if not operation.inputs:
             return False
-        return self._flow.reach([operation.inputs[0]]).samples
+        return self._flow.reach([operation.inputs[0]]).has_samples
 
     def _is_for_whole_batch(self, operation: tf.Operation) -> bool:
         """Return True for a number, for what is drawn for a variable, and for what is repeated for each sample."""

@@ -113,12 +113,13 @@ class DryStep:
         for optimizer in training_state.optimizers(self._context.model):
             self._record(optimizer, replaced)
         share = Share(batch, units, total)
-        # Left out, since metrics may count anything, and random numbers would be those of any rank.
+        # Metrics may count anything, and moving averages are state: neither belongs to what is compared.
         objects = replace(self._context.objects, metrics=[], trackers=[], statistics=[])
         context = self._context
         virtual = StepContext(
             self._world,
             context.model,
+            # In "train", the step would replace random generators and synchronize layers.
             mode="check",
             own_step=context.own_step,
             sums=context.sums,
@@ -137,7 +138,7 @@ class DryStep:
     def _note_logs(self, logs: Any) -> None:
         self.logs = logs
         for number in tf.nest.flatten(logs):
-            self.step.is_sum(LOGS, number)
+            self.step.register_number(LOGS, number)
 
     def title_of(self, name: str) -> str | None:
         """Return what the user calls a number that a metric or the logs get; None for a result of metrics, too."""
@@ -234,8 +235,8 @@ class DryStep:
         try:
             gradients, losses, sent, numbers, chosen = self._function(part.data, *counts)
             state = self.state()
-        # Restored also if the step fails: the model of the user must be as before.
         finally:
+            # Restored also if the step fails: the model of the user must be as before.
             for handle, before in zip(self.handles, state_before):
                 tf.raw_ops.AssignVariableOp(resource=handle, value=before)
         lists = (gradients, losses, chosen)

@@ -115,14 +115,14 @@ class Saves:
             save = self._saves[path] = _Save((collectives, count))
         try:
             moment = save.moment
-            if not any(self._is_written_by(rank, path, moment) for rank in self._writers()):
+            if not any(self._wait_until_written_by(rank, path, moment) for rank in self._writers()):
                 save.wrote = True
                 return write()
         except BaseException as error:
             save.error = type(error).__name__, str(error)
             raise
-        # The end is told also after an error, which the waiting ranks raise, too.
         finally:
+            # The end is told also after an error, which the waiting ranks raise, too.
             self._end(path, save)
         return None
 
@@ -172,7 +172,7 @@ class Saves:
         first_of_host = hosts.index(hosts[self._rank])
         return [rank for rank in sorted({0, first_of_host}) if rank < self._rank]
 
-    def _is_written_by(self, writer: int, path: str, moment: _Moment) -> bool:
+    def _wait_until_written_by(self, writer: int, path: str, moment: _Moment) -> bool:
         """Wait for the save of another rank; return True if it has written the path where this rank sees it."""
         wrote, error = self._wait_for(writer, path, moment)
         if error is not None:

@@ -98,7 +98,7 @@ def are_repeatable(run: StepResults, again: StepResults) -> bool:
     pairs = [_dense(pair) for pair in zip(run.gradients, again.gradients)]
     if all(np.array_equal(gradient, repeat) for gradient, repeat in pairs):
         return True
-    # Compared by the size of all gradients together: some are nearly 0, and their rounding is that of the others.
+    # Gradients are compared by the size of all of them together: some are nearly 0, and rounded like the rest.
     squares = [norm(gradient) ** 2 for gradient, _ in pairs]
     size = np.sqrt(sum(squares))
     for gradient, repeat in pairs:

@@ -103,8 +103,8 @@ def look_for_sums(context: StepContext, batch: Any) -> str:
             with _nothing_drawn():
                 samples = samples_of(without_optional(batch))
                 sums = checked_step(context, samples, is_repeated=False).sums
-        # The user's step may rely on what a few samples don't have.
         except Exception:
+            # The user's step may rely on what a few samples don't have.
             _log.debug("sums of a test step", exc_info=True)
     # The ranks exchange after a failure, too, because the others take part.
     if not is_off:
@@ -159,8 +159,8 @@ def _verdict(context: StepContext, batch: Any) -> _RankVerdict:
         if context.has_own_data:
             return _RankVerdict("not checked: the step can't run on a part of a rank's batch")
         return _RankVerdict("", str(error))
-    # The user's step may rely on what a few samples don't have.
     except Exception as error:
+        # The user's step may rely on what a few samples don't have.
         _log.debug("first-step check", exc_info=True)
         reason = f"{type(error).__name__}: {texts.last_line(error)}"
         verdict = _RankVerdict(f"not checked: the step can't run on a few samples ({reason})")
@@ -325,8 +325,8 @@ def _mixture(context: StepContext, samples: Samples) -> Mixture | None:
         dry_step = DryStep(context, samples.spec, mixing.values_of_samples)
         [whole] = dry_step.run([samples.whole])
         parts = dry_step.run(samples.parts)
-    # The search may fail, but the check itself has been made.
     except Exception:
+        # The search may fail, but the check itself has been made.
         return None
     chosen_of_parts = [run.chosen for run in parts]
     rows = [part.units for part in samples.parts]

@@ -155,11 +155,11 @@ class Function(StepContext):
             checksum = start.full_checksum(pulled)
             is_same = sources.same_everywhere(self.world, self.source, checksum, rows)
             self.take_batches_from_root(not is_same)
-        # Nothing tells which rows of its own a rank should have, but not those of all others.
         elif type(self.source) is Divided:
+            # A rank may have any rows of its own, but not the same rows as all others.
             sources.warn_if_all_the_same(self.world, start.full_checksum(pulled))
-        # A pipeline marks the batches from which the ranks take their rows.
         else:
+            # A pipeline marks the batches from which the ranks take their rows.
             sources.require_same_mark(self.world, int(mark_of(pulled[0])))
 
     def take_batches_from_root(self, is_on: bool) -> None:
@@ -168,7 +168,7 @@ class Function(StepContext):
         """
         if is_on != self.batches_from_root:
             self.batches_from_root = is_on
-            # In a ``fit``, this may be a callback's function that calls this one: it stays.
+            # In a ``fit``, this may be a callback's function around Keras's, which stays.
             called_by_keras = getattr(self.model, self._name)
             self._make_anew()
             setattr(self.model, self._name, called_by_keras)

@@ -77,7 +77,7 @@ class Losses:
 
     def _mean_of_samples(self, name: str, losses: tf.Tensor) -> tf.Tensor:
         # A function of the script may have added up the samples itself, and returned one number.
-        if losses.shape.rank == 0 and self._step.is_sum(name, losses):
+        if losses.shape.rank == 0 and self._step.register_number(name, losses):
             return self._of_the_whole(losses, 1.0)
         return losses
 
@@ -94,20 +94,20 @@ class Losses:
     def _scaled_if_sum(self, name: str, loss: Any) -> Any:
         if not tf.is_tensor(loss):
             return loss
-        if self._is_sum(name, loss):
+        if self._register_loss(name, loss):
             return self._of_the_whole(loss, 1.0)
         return loss
 
-    def _is_sum(self, name: str, loss: tf.Tensor) -> bool:
-        """Return whether Keras makes a sum over the samples of a loss, by adding up its values if it has several."""
+    def _register_loss(self, name: str, loss: tf.Tensor) -> bool:
+        """Note a loss; return whether Keras makes a sum over the samples of it, perhaps by adding up its values."""
         if not loss.shape.rank:
-            return bool(self._step.is_sum(name, loss))
+            return bool(self._step.register_number(name, loss))
         length = loss.shape[0]
         if length is None:
             # Counted among the numbers, as in a step whose batch has a known size.
-            self._step.is_sum(name, None)
+            self._step.register_number(name, None)
             return True
-        is_sum = self._step.is_sum(name, tf.reduce_sum(loss))
+        is_sum = self._step.register_number(name, tf.reduce_sum(loss))
         if is_sum is not None:
             return is_sum
         # Unless it has been found out, a loss of any other length hasn't one value per sample.

@@ -54,8 +54,8 @@ def _has_axis_of_samples(metric: Any, specs: tuple[tf.TensorSpec, tf.TensorSpec]
     try:
         traced = tf.function(values, autograph=False).get_concrete_function(*specs)
         shape = traced.structured_outputs.shape
-    # The update itself raises an error, if it can't be made.
     except Exception:
+        # The update itself raises an error, if it can't be made.
         _log.debug("function of the metric %s", metric.name, exc_info=True)
         return True
     return shape.rank is None or (shape.rank > 0 and shape[0] is None)

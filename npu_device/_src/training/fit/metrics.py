@@ -199,7 +199,7 @@ class Metrics:
         variables = list(metric.variables)
         starts = [tf.identity(tf.convert_to_tensor(variable)) for variable in variables]
         self._update_with_all_ranks(name, update_state, *args, **kwargs)
-        # The ranks' increments will be summed, and each of them is that of the whole batch.
+        # The ranks' increments will be summed, and each of them is for the whole batch.
         for variable, start in zip(variables, starts):
             increment = tf.cast(tf.convert_to_tensor(variable) - start, tf.float64)
             variable.assign(start + tf.cast(increment * self._step.fraction, start.dtype))
@@ -240,7 +240,7 @@ class Metrics:
 
 def numbers_given(step: CurrentStep, name: str, args: Any, kwargs: Any) -> Any:
     """Return for each argument of a metric's ``update_state`` if it is a sum over the samples; None if unknown."""
-    return tf.nest.map_structure(partial(step.is_sum, name), (args, kwargs))
+    return tf.nest.map_structure(partial(step.register_number, name), (args, kwargs))
 
 
 def note_numbers(step: CurrentStep, metrics: Sequence, replaced: Replaced) -> list:

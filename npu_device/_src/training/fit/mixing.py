@@ -109,7 +109,7 @@ class Mixture:
     """Where a value of a step first depends on several samples."""
 
     text: str  # the operation, and its line
-    is_of_a_sample: bool  # the value is that of a sample, which others change
+    is_of_a_sample: bool  # the value belongs to a sample, and other samples change it
 
 
 def where_samples_meet(
@@ -170,7 +170,7 @@ def _is_joined(whole: np.ndarray, parts: Sequence[np.ndarray], rows: Sequence[in
     if any(part.shape[1:] != whole.shape[1:] for part in parts):
         return False
     if len(whole) != sum(map(len, parts)):
-        # The first axis isn't that of the samples, so nothing can be told.
+        # The first axis isn't samples, so nothing can be told.
         return True
     orders = [np.concatenate(parts)]
     views = len(whole) // sum(rows)

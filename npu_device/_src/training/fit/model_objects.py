@@ -15,7 +15,7 @@ class ModelObjects:
 
     metrics: list  # metrics that have variables of their own, and that a step can reach
     trackers: list  # the metrics to which Keras itself passes losses
-    losses: list  # losses that reduce: the compiled ones, and those that a step can reach
+    losses: list  # losses that reduce: the compiled ones, and others that a step can reach
     layers: list  # all layers, and the model itself
     regularized: list  # layers whose activity regularizer is a sum over the samples
     # Floating-point variables that the step moves, but no optimizer, such as moving averages.

@@ -51,7 +51,7 @@ def _have_rows(context: StepContext, batch: Any, share: Share, leaves: list) -> 
     if not isinstance(share.total, int):
         # What is known without the number of samples doesn't depend on it.
         return all(map(_is_of_any_length, leaves))
-    # By chance, a fixed length may be that of a share, on some ranks only: the shapes of a share tell nothing.
+    # By chance, a fixed length may equal the length of a share, on some ranks only: a share's shapes tell nothing.
     declared = []
     if not context.is_custom:
         declared = compat.declared_outputs(context.model)
@@ -67,8 +67,8 @@ def _have_rows(context: StepContext, batch: Any, share: Share, leaves: list) -> 
 def _traced_with_rows(context: StepContext, spec: Any) -> bool:
     try:
         outputs = training_state.trace_step(context.model, context.own_step, spec)
-    # A step that needs the number of samples can have the whole batch.
     except Exception:
+        # A step that needs the number of samples can have the whole batch.
         return False
     return all(map(_is_of_any_length, tf.nest.flatten(outputs)))
 

@@ -80,12 +80,12 @@ class RandomNumbers:
         """Return a draw for all that an eager step took from TensorFlow's own state, if it did."""
         if self._eager_state is None or self._eager_state == compat.random_state():
             return []
-        return [Draw("tf.random", stateful=True, common=EAGER)]
+        return [Draw("tf.random", is_stateful=True, common=EAGER)]
 
     def _make_common(self, draw: Draw) -> None:
         """Take the rank out of a draw again."""
         operation = draw.operation
-        if draw.stateful:
+        if draw.is_stateful:
             if self._graph_seed is not None:
                 compat.set_seed_of(operation, self._graph_seed)
             return
@@ -121,7 +121,7 @@ def lines(model: Any, draws: Sequence[Draw]) -> list[str]:
     )
     texts += _line(
         "not in a checkpoint  {}: the operation keeps its state to itself",
-        [draw for draw in draws if draw.stateful],
+        [draw for draw in draws if draw.is_stateful],
     )
     return texts
 

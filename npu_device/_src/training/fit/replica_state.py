@@ -54,7 +54,7 @@ class ReplicaState:
         self._is_reported = True
         if self.world.is_main:
             callback = self.callbacks
-            # In the last one the ranks meet; to it, Keras has given its parameters.
+            # The last callback is the package's own, in which the ranks meet: Keras has set its ``params``.
             if isinstance(callback, list):
                 callback = callback[-1]
             steps = (getattr(callback, "params", None) or {}).get("steps")

@@ -58,7 +58,7 @@ def split(arguments: _Arguments) -> None:
 
 def pass_as_tensors(world: World, model: Any, arguments: _Arguments) -> bool:
     """Replace the shared arrays among the data by tensors that lie in the same memory; return True if all data do."""
-    all_shared = True
+    are_all_shared = True
     for name in _DATA:
         given = arguments.get(name)
         # A dataset, or another object that Keras iterates over, has no arrays to replace.
@@ -69,8 +69,8 @@ def pass_as_tensors(world: World, model: Any, arguments: _Arguments) -> bool:
             arguments.set(name, tf.nest.pack_sequence_as(given, tensors))
         if name != "validation_data" and given is not None:
             pairs = zip(leaves, tensors)
-            all_shared &= all(is_shared(leaf) and tensor is not leaf for leaf, tensor in pairs)
-    return all_shared
+            are_all_shared &= all(is_shared(leaf) and tensor is not leaf for leaf, tensor in pairs)
+    return are_all_shared
 
 
 def pass_as_batches(world: World, model: Any, arguments: _Arguments) -> None:

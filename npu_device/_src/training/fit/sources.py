@@ -149,8 +149,7 @@ def _without_seeds(graph: Any) -> Any:
     for nodes in [graph.node, *nodes_of_functions]:
         seeded = [node for node in nodes if "Shuffle" in node.op or "Random" in node.op]
         inputs = {name.split(":")[0] for node in seeded for name in node.input}
-        # Compared with their values now: random generators and counters that a map uses, such as those of Keras 3's
-        # layers.
+        # Random generators and counters that a map uses, such as in Keras 3's layers, are compared with their values.
         states: set[str] = set()
         for node in nodes:
             if node.op == "AssignVariableOp" and tf.as_dtype(node.attr["dtype"].type).is_integer:

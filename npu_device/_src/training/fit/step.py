@@ -56,7 +56,7 @@ def train_or_test_step(context: StepContext) -> Callable[[Any], Any]:
     # functions.
     @functools.wraps(own_step)
     def step(data: Any) -> Any:
-        # Called by the step of another model, it works on the share of that one.
+        # A step inside another model's step works on that model's share.
         if current_step() is not None:
             return own_step(data)
         batch = _batch_to_use(context, data)
@@ -212,7 +212,7 @@ class Step:
         """Give metrics and statistics the values of all ranks, and return the logs with those."""
         self._reduce_increments()
         leaves = tf.nest.flatten(logs)
-        are_sums = [self._current.is_sum(LOGS, leaf) for leaf in leaves]
+        are_sums = [self._current.register_number(LOGS, leaf) for leaf in leaves]
         of_all_ranks, not_computable = self._metrics.results_again(leaves)
         if not_computable and self._world.is_main:
             self._warn_of_computed_logs(logs, [leaves[position] for position in not_computable])

@@ -82,7 +82,7 @@ class WeightedReducer(GradientReducer):
         That is ``factor_for``, times the number of ranks for a mean.
         """
         factor = step.factor_for(self)
-        # Accumulated gradients are reduced by a mean (``_means``). The first-step check takes those of each step.
+        # Accumulated gradients are reduced by a mean (``_means``). The first-step check takes each step's gradients.
         is_mean = self.accumulates(optimizer) and not step.is_dry_run
         if is_mean:
             return factor * self._world.size
@@ -107,7 +107,7 @@ def replicate_optimizer(optimizer: Any, world: World, shard_optimizer: bool | No
     """
     carrying = reducing_optimizer(optimizer)
     earlier = reducer_of(carrying)
-    if earlier is not None and earlier.own_batches:
+    if earlier is not None and earlier.has_own_batches:
         raise ValueError(
             f"{type(optimizer).__name__} is a DistributedOptimizer of Horovod, with which each rank trains on a batch "
             "of its own, and replicate divides each batch among the ranks.\nWhat to do: use one of them. With "

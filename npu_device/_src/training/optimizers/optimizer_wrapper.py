@@ -137,14 +137,14 @@ class GradientReducer:
     def __init__(self, world: World, options: ReductionOptions) -> None:
         self.options = options
         # True under Horovod's names, whose scripts may broadcast after the first step.
-        self.own_batches = False
+        self.has_own_batches = False
         # True if Horovod's optimizer adds up the gradients of several batches before they come here.
         self.adds_up_first = False
         self._world = world
         self._reduced: list[weakref.ref[Any]] = []
         self._applying: Any = None  # the optimizer whose gradients are ready
         self._compared = ComparedVariables()
-        self._are_equal = False  # those that the optimizer trained first
+        self._are_equal = False  # the variables that the optimizer trained first
         # False if ``begin`` found variables without values: then the first step is audited, too.
         self._has_compared = True
         self._audit: Audit | None = None
@@ -192,7 +192,7 @@ class GradientReducer:
             return
         keras = compat.keras_of(optimizer)
         level = logging.WARNING
-        if self.own_batches:
+        if self.has_own_batches:
             level = logging.INFO
         if compat.is_keras_3(keras):
             if not tf.executing_eagerly():

@@ -289,7 +289,7 @@ class DividedUpdate:
         is_update: tf.Tensor | None,
     ) -> None:
         """Give all ranks the values that a step has changed; ``always_sent``: also in steps that only accumulate."""
-        # When another rank has the new values, this one has also changed the slots, which that one may read.
+        # A rank that has the new values may read the slots here, so they must have changed before the values are sent.
         with tf.control_dependencies(self._changes_since(earlier)):
             if is_update is None:
                 self._spread(changed)

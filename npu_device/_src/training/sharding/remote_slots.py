@@ -148,8 +148,8 @@ class OptimizerSlots:
         finally:
             self.count_update()
 
-    def has_made(self, updates: int) -> bool:
-        """Return whether this rank has made a number of updates, no more and no less, when it ends the current one."""
+    def wait_for_update(self, updates: int) -> bool:
+        """Wait for the end of the current update; return whether this rank has made just so many updates then."""
         deadline = time.monotonic() + UPDATE_END_SECONDS
         # The rank that asks has ended an update, or a swap, in which this rank still is.
         while updates == self.updates + 1 and time.monotonic() < deadline:
@@ -356,7 +356,7 @@ class SlotExchange:
     def answer(self, key: Key) -> Optional[memoryview]:
         optimizer_id, index, updates = key
         slots = self._slots.get(optimizer_id)
-        if slots is None or not slots.has_made(updates):
+        if slots is None or not slots.wait_for_update(updates):
             return None
         return slots.own_bytes(index)
 
@@ -383,8 +383,8 @@ def assign_training_state(world: World, variables: Sequence, root_rank: int) -> 
             share = getattr(slot, compat.SHARE)
             if share.weight is not None and digest_of(slot) == digest_of(share.weight):
                 averages.append(index)
-            # A loaded file has given them memory; else they have none where they aren't owned.
             elif compat.has_memory(slot) and share.owner != root:
+                # A loaded file has given them memory; else they have none where they aren't owned.
                 sent.append(index)
     if slots:
         sent, averages = world.object_from_root((sent, averages), root_rank)

@@ -45,7 +45,7 @@ class OptimizerHook:
 
     def close(self) -> None:
         """Give the classes their methods back."""
-        # Another wrapper on top stays, and still calls this one, which then does nothing.
+        # Another wrapper on top stays, and still calls the hook, which then does nothing.
         for owner, name, original, wrapper in reversed(self._replaced):
             if vars(owner).get(name) is wrapper:
                 setattr(owner, name, original)
@@ -84,8 +84,8 @@ def _wrapper(original: Callable, parameter: str) -> Callable:
                 watching.observe(self, pairs)
             except UnequalStartError:
                 raise
-            # An error of the watch itself must not end a training run.
             except Exception:
+                # An error of the watch itself must not end a training run.
                 _log.debug(
                     "could not look at the gradients of a %s", type(self).__name__, exc_info=True
                 )

@@ -140,7 +140,7 @@ class Audit:
 
         inputs = [count, steps, *before_and_after, *map(value_of, audited)]
         [message] = call_now(digest, inputs, [tf.TensorSpec([5], tf.int64)])
-        # The maximum of a digest and that of minus it are the same only if all ranks agree.
+        # max(digest) is -max(-digest) only if all ranks have the same digest.
         if not is_off:
             message = all_reduce(self._world.job, message, "max", self._world.group)
         [due] = call_now(settle, [message, count], [tf.TensorSpec([], tf.int64)])
@@ -161,7 +161,7 @@ class Audit:
             is_silent = any(applied.leaves_unreduced(reference()) for reference in by_hand)
         # A CRC has 32 bits, so that it fits into int64 with its sign.
         checksum = zlib.crc32(repr(digests).encode())
-        # Ranks that wait for the last one don't work: the shortest of the ranks' audits is what an audit costs.
+        # Ranks that wait for the last rank don't work: an audit costs as much as the shortest of the ranks' audits.
         times = [-self._audit_seconds * 1e9, -self._step_seconds * 1e9]
         return np.array([checksum, -checksum, is_silent, *times], np.int64)
 

@@ -170,8 +170,8 @@ def make_equal_behind(
     symbolic = list(filter(tf.is_symbolic_tensor, map(dense_of, gradients)))
     if not any(tensor.op.name.startswith(_TAPE) for tensor in symbolic):
         return None
-    # The names of the operations from which the gradients are computed, and of those that they are gradients of. What
-    # has nothing to do with them is left out: one rank may read it alone, to look at it.
+    # The names of the operations from which the gradients are computed, and of the operations that they are gradients
+    # of. Anything else is left out: one rank may read it alone, to look at it.
     sources = compat.tensors_behind(symbolic, lambda tensor: tensor.dtype == tf.resource)
     names = {tensor.op.name for tensor in sources}
     needed = set(names)

@@ -29,8 +29,8 @@ def weights(model: Any) -> list:
     """Return the weights of the model, as far as they exist."""
     try:
         variables = model.weights
-    # A part of a tf-keras model isn't built.
     except ValueError:
+        # A part of a tf-keras model isn't built.
         variables = compat.variables_of(model)
     return unique(weight for weight in variables if not compat.is_vocabulary(weight))
 
@@ -247,7 +247,7 @@ def _used_by(function: types.FunctionType) -> list:
 
 def _names(code: types.CodeType) -> list[str]:
     names = list(code.co_names)
-    # Functions inside this one have code of their own, which names globals, too.
+    # Inner functions have code of their own, which names globals, too.
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
             names += _names(const)

@@ -213,7 +213,7 @@ class MemoryRing:
                 upcoming = next(rounds, None)
             # Read the oldest. Its slot is given back even if the heads differ.
             oldest = published.popleft()
-            # The heads of all members are compared, also of those that publish nothing.
+            # All heads are compared, also of members that publish nothing.
             publishers = oldest.publishers
             if head is not None:
                 publishers = range(self.size)

@@ -84,7 +84,7 @@ class MessageChannel:
         source = exchange.source
         if source is not None:
             if self._reads(exchange) and not exchange.targets:
-                # A reduction reads the member's own values like those that others send.
+                # A reduction reads the member's own values as it reads received ones.
                 rows[self.rank] = source.slice(*exchange.span(self.rank), self.buffers)
             messages += self._send_all(exchange)
         return _StartedRound(messages, exchange, [rows.get(member) for member in range(self.size)])

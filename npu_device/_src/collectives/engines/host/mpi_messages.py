@@ -95,8 +95,8 @@ class MpiMessages(MessageChannel):
                 checked = time_now
                 try:
                     self._health.require_running()
-                # MPI may still write to the memory of the program, which must live on.
                 except PeerError:
+                    # MPI may still write to the memory of the program, which must live on.
                     self._world.abandoned.append(program)
                     raise
         return True
@@ -212,8 +212,8 @@ def _problem(context: EngineContext, wanted: bool) -> str:
             # Without this, the import would start MPI, and wait for ranks on which it may fail.
             mpi4py.rc.initialize = False
         importlib.import_module("mpi4py.MPI")
-    # mpi4py raises a RuntimeError if it finds no library of MPI.
     except (ImportError, RuntimeError) as error:
+        # mpi4py raises a RuntimeError if it finds no library of MPI.
         return f"mpi4py can't be imported: {error}"
     return ""
 

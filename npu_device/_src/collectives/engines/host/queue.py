@@ -65,7 +65,7 @@ class StartedTransfer:
     program: Optional[Program] = None
     error: Optional[BaseException] = None
     ended_at: int = 0
-    ended: bool = False
+    has_ended: bool = False
 
 
 class HostQueue:
@@ -91,7 +91,7 @@ class HostQueue:
         # The channel is made at the first transfer, since members may never use a group that they made.
         self.channel: Channel | None = None
         self._queue: deque[StartedTransfer] = deque()
-        # Counts all transfers, so that the thread that advances them notices those that came while it looked.
+        # Counts all transfers, so that the thread that advances them notices new ones.
         self._arrivals = 0
         # Held by the only thread that advances the channel at this moment.
         self._advancing = threading.Lock()
@@ -102,7 +102,7 @@ class HostQueue:
         # The first error that isn't a mismatch: all later transfers fail with it.
         self._broken: BaseException | None = None
         self._all_have_joined = False
-        self._closed = False
+        self._is_closed = False
 
     def start(
         self, transfer: ArrayTransfer, terms: Terms, arrays: ArrayList, *, computes_meanwhile: bool
@@ -120,7 +120,7 @@ class HostQueue:
         if computes_meanwhile:
             self._publish()
             size = sum(array.nbytes for array in arrays or results)
-            if size > self._background_from and not started.ended:
+            if size > self._background_from and not started.has_ended:
                 self._run_in_background()
         return started
 
@@ -146,7 +146,7 @@ class HostQueue:
         self._work.set()
 
     def _run_queue(self) -> None:
-        while not self._closed:
+        while not self._is_closed:
             self._work.wait()
             while self._queue:
                 with self._advancing:
@@ -174,7 +174,7 @@ class HostQueue:
         started.program = None
         started.ended_at = time.time_ns()
         with self._ended:
-            started.ended = True
+            started.has_ended = True
             self._ended.notify_all()
         return True
 
@@ -200,14 +200,14 @@ class HostQueue:
         """Wait for a transfer, and return its results; to be called once."""
         try:
             # The lock is held while advancing, so a transfer of another thread can end in between.
-            while not started.ended:
+            while not started.has_ended:
                 # The background thread runs the transfer, or one before it.
                 if self._work.is_set():
                     with self._ended:
-                        self._ended.wait_for(lambda: started.ended)
+                        self._ended.wait_for(lambda: started.has_ended)
                     break
                 with self._advancing:
-                    while not started.ended:
+                    while not started.has_ended:
                         self._advance_first(Wait.SPINNING)
             # Transfers that were started meanwhile could not publish while this thread had the lock.
             self._publish()
@@ -219,7 +219,7 @@ class HostQueue:
 
     def close(self) -> None:
         """Give up the channel and its memory; transfers in progress and later ones fail."""
-        self._closed = True
+        self._is_closed = True
         # The background thread wakes up, and ends.
         self._work.set()
         with self._advancing:

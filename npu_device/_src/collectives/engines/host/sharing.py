@@ -110,7 +110,7 @@ def _offer(
     withdrawal = contextlib.ExitStack()
     offer = Offer(FIRST_BYTE + size)
     withdrawal.callback(offer.withdraw)
-    # The mark tells the other members that this one has come.
+    # The mark tells the other members that this member has come.
     offer.memory[_TOKEN_BYTES + group.rank] = 1
     try:
         context.control.set(key, f"{offer.token} {offer.path}")

@@ -46,14 +46,14 @@ class SocketMessage:
         self.unmoved = [memoryview(self.length), data.data]
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         return not self.unmoved
 
     def Test(self) -> bool:
         """Advance the messages of its connection; return whether this one has ended."""
         if self.unmoved:
             self._direction.advance()
-        return self.ended
+        return self.has_ended
 
 
 class Direction:
@@ -77,7 +77,7 @@ class Direction:
         self.messages.append(message)
         if self.sends:
             self.advance()
-        if not message.ended and self.lost is None:
+        if not message.has_ended and self.lost is None:
             self._busy.add(self)
         # The message waits for the network only if something is left to move: most small messages have gone by now.
         return message
@@ -189,25 +189,25 @@ class SocketMesh(MessageChannel):
         self._connected = threading.Event()
         self._problem: BaseException | None = None
         self._closing = threading.Lock()
-        self._closed = False
+        self._is_closed = False
         # A thread connects, since members come only when they first use the group.
         threading.Thread(target=self._connect, name="npu_device-connect", daemon=True).start()
 
     def _connect(self) -> None:
-        # Outgoing connections come first: a thread of ``Peers`` takes incoming ones, whether or not this one waits.
+        # Outgoing connections come first: a thread of ``Peers`` accepts incoming ones at any time.
         try:
             for member, direction in self._outgoing.items():
                 connect = partial(self._peers.connect, self._ranks[member], self._stream_id)
                 self._hold(direction, connect)
             for member, direction in self._incoming.items():
                 accept = partial(self._peers.accept, self._ranks[member], self._stream_id)
-                self._hold(direction, partial(accept, lambda: self._closed))
+                self._hold(direction, partial(accept, lambda: self._is_closed))
         except BaseException as error:
             self._problem = error
         self._connected.set()
 
     def _hold(self, direction: Direction, connect: Callable[[], socket.socket | None]) -> None:
-        if self._closed:
+        if self._is_closed:
             return
         connection = connect()
         with self._closing:
@@ -215,7 +215,7 @@ class SocketMesh(MessageChannel):
                 direction.connection = connection
                 # ``close`` may have run while this connection was made; it closes only what it can
                 # see.
-                if self._closed:
+                if self._is_closed:
                     connection.close()
 
     def send(self, member: int, data: np.ndarray) -> SocketMessage:
@@ -236,8 +236,8 @@ class SocketMesh(MessageChannel):
             if wait is Wait.NOT:
                 return False
             spins = wait is Wait.SPINNING and self._spins
-            # It spins only for the first news of a message: those of a slow link come later anyway.
-            while not message.ended:
+            # It spins only for the first news of a message: on a slow link, later news take longer anyway.
+            while not message.has_ended:
                 if not self._busy.advance(CHECK_SECONDS, spins):
                     self._health.require_running()
                     for direction in self._directions:
@@ -258,7 +258,7 @@ class SocketMesh(MessageChannel):
     def close(self) -> None:
         """Close the connections."""
         with self._closing:
-            self._closed = True
+            self._is_closed = True
             for direction in self._directions:
                 # A direction whose connection was never made has none to close.
                 if hasattr(direction, "connection"):

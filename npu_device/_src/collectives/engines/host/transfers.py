@@ -77,7 +77,7 @@ class PairQueue:
         self._lock = threading.Lock()
         self._queues: dict[int, deque[PairTransfer]] = {}
         self.idle: dict[int, socket.socket] = {}
-        self._closed = False
+        self._is_closed = False
         context.peers.open()
 
     def start(
@@ -108,7 +108,7 @@ class PairQueue:
 
     def close(self) -> None:
         with self._lock:
-            self._closed = True
+            self._is_closed = True
             for connection in self.idle.values():
                 connection.close()
 
@@ -162,7 +162,7 @@ class PairQueue:
                 # The other rank had closed its end of an idle connection, so that a new one is made.
                 return self._send(transfer)
             self._check()
-            # This byte tells the other rank that this one hasn't withdrawn meanwhile.
+            # This byte tells the other rank that the transfer hasn't been withdrawn.
             self._move_all(connection.send, b"\1")
             if agrees:
                 self._move_all(connection.send, transfer.data)
@@ -188,8 +188,8 @@ class PairQueue:
                     agrees = content == transfer.content
                     self._move_all(connection.send, bytes([agrees]))
                     self._move_all(connection.recv_into, bytearray(1))
-                # The sender has closed its end, or destroyed its group.
                 except ConnectionError:
+                    # The sender has closed its end, or destroyed its group.
                     continue
                 if agrees:
                     self._move_all(connection.recv_into, transfer.data)
@@ -201,7 +201,7 @@ class PairQueue:
         self, stream_id: int, connection: socket.socket, closing: contextlib.ExitStack
     ) -> None:
         with self._lock:
-            if not self._closed:
+            if not self._is_closed:
                 closing.pop_all()
                 self.idle[stream_id] = connection
                 # The dictionary keeps insertion order, so its first connection is the one unused
@@ -210,7 +210,7 @@ class PairQueue:
                     self.idle.pop(next(iter(self.idle))).close()
 
     def _is_over(self) -> bool:
-        return self._closed or self._context.health.is_over
+        return self._is_closed or self._context.health.is_over
 
     def _check(self) -> None:
         """Raise PeerError or RuntimeError if transfers aren't wanted any more."""
