@@ -52,6 +52,9 @@ FRAMES = {
     + DATA.replace("32", "batch_size").replace("step(x, y)", "step(x)"),
     "share of an array": f"{HEAD}{OPEN}{VARIABLE}{STEP}{BROADCAST}{{}}",
     "no dataset": f"{HEAD}{VARIABLE}{STEP}{{}}",
+    "strategy.reduce": f"{HEAD}{OPEN}{VARIABLE}{STEP}{DATA}{{}}",
+    "sum outside of training": f"{HEAD}{VARIABLE}{STEP} def evaluate(x, y):\n     return x * w - y\n"
+    f"{DATA}{{}}",
     "strategy": f"{HEAD}{OPEN}{{}}     model.compile()\n+    model = npu.distribute.replicate(model)\n"
     " model.fit(x, y)\n",
     "checkpoint manager": f"{HEAD} model.compile()\n{{}}",
@@ -139,6 +142,10 @@ def test_sum_or_mean(loss: str, expected: str) -> None:
         if expected
         else "sum or mean" in {each.rule for each in findings}
     )
+    # In a session, gradients are averaged.
+    before, _ = sides(f"{SESSION}{V1_STEP}{V1_OPEN}".format(imports=""))
+    _, findings = port(before.replace("tf.reduce_mean(w)", loss))
+    assert ("sum or mean" in {each.rule for each in findings}) == (expected != "mean")
 
 
 MAKER = (
@@ -209,8 +216,11 @@ SEEN = {
         "+dataset, rank_batch = npu.distribute.shard_and_rebatch_dataset("
         "tf.data.Dataset.from_tensors(np.random.default_rng(1)), npu.distribute.size())\n"
         f"+dataset = dataset.batch(rank_batch)\n{LOOP}"
-        "-total = strategy.reduce('SUM', x / strategy.num_replicas_in_sync, axis=None)\n"
-        '+total = npu.distribute.all_reduce(x / npu.distribute.size(), reduction="sum")\n',
+        "     loss, _ = strategy.run(step, args=(x, y))\n"
+        "-total = strategy.reduce('SUM', loss / strategy.num_replicas_in_sync, axis=None)\n"
+        '+total = npu.distribute.all_reduce(loss / npu.distribute.size(), reduction="sum")\n'
+        "-best = strategy.reduce('MEAN', evaluate(w), axis=None)\n"
+        '+best = npu.distribute.all_reduce(evaluate(w), reduction="mean")\n',
         "replicas",
     ),
     "only what leads to a step is divided": (

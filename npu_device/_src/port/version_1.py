@@ -9,11 +9,11 @@ from typing import Any
 import libcst as cst
 
 from npu_device._src.port.loop_data import SHARE, is_slice
-from npu_device._src.port.nodes import argument, dotted, method, walk
+from npu_device._src.port.nodes import argument, dotted, last_word, method, walk
 from npu_device._src.port.port import DONE, NOTE, OPEN, Port
 from npu_device._src.port.rules import WORDS_BY_TOPIC
 from npu_device._src.port.scaling import Scale, scaling
-from npu_device._src.port.version_2 import ask_about_noise
+from npu_device._src.port.version_2 import ask_about_noise, training_steps
 
 _HOOKS = "from npu_bridge.estimator.npu.npu_hook import "
 _NUMBERS = (cst.Integer, cst.Float, cst.BinaryOperation, cst.UnaryOperation)
@@ -100,7 +100,7 @@ def _port_steps(port: Port) -> None:
         ask_about_noise(port, call)
         # The optimizer averages over the ranks, which is right for a mean only.
         loss = argument(call, "loss", 0)
-        if scaling(port, loss) in (Scale.SUM, Scale.EACH):
+        if scaling(port, loss) is not Scale.MEAN:
             port.report(OPEN, "sum or mean", call)
     targets = [port.target(port.statement(step)) for step in steps]
     step_names = set(map(port.text, targets)) - {""}
@@ -245,16 +245,45 @@ def _port_strategy(port: Port, call: Any, name: str) -> None:
 
 
 def _port_reduce(port: Port, call: Any) -> None:
+    reduction = last_word(port.text(argument(call, "reduce_op", 0)).lower().strip("\"'"))
+    value = argument(call, "value", 1)
     # With an axis, ``reduce`` also reduces over the samples.
-    if port.text(argument(call, "axis", 2)) not in ("", "None"):
+    is_plain = port.text(argument(call, "axis", 2)) in ("", "None")
+    if not is_plain or value is None or reduction not in ("mean", "sum"):
         port.report(OPEN, "unsupported strategy calls", call)
         return
-    reduction = "sum"
-    if "mean" in port.text(call.args[0]).lower():
-        reduction = "mean"
-    value = port.move(call.args[1].value, "value")
-    port.replace(call, f'npu.distribute.all_reduce({value}, reduction="{reduction}")')
+    # Only the data of training is divided: of a validation, each rank would add the whole.
+    if reduction == "sum" and not _comes_from(port, value, training_steps(port), set()):
+        port.report(OPEN, "sum outside of training", call)
+        return
+    moved = port.move(value, "value")
+    port.replace(call, f'npu.distribute.all_reduce({moved}, reduction="{reduction}")')
     port.report(DONE, "strategy.reduce", call)
+
+
+def _comes_from(port: Port, node: Any, steps: list, visited: set) -> bool:
+    """Return True if a value is what one of the steps, or a function that runs one, gives."""
+    # Assignments may go round in a circle.
+    if node in visited:
+        return False
+    visited.add(node)
+    if isinstance(node, cst.Call) and port.callees(node):
+        # What it returns counts, and not its arguments: a trained model may be one.
+        origins = port.origins(node)
+        if port.runs(node, steps):
+            return True
+    elif dotted(node):
+        assignment = port.assigned(node)
+        origins = port.origins(node)
+        # One of several values may also be the result of a step: loss, accuracy = strategy.run(step)
+        if assignment is not None:
+            origins = [assignment.value]
+    # The body of a loop isn't a part of what its variable gets.
+    elif isinstance(node, cst.For):
+        origins = []
+    else:
+        origins = node.children
+    return any(_comes_from(port, origin, steps, visited) for origin in origins)
 
 
 def uses_strategy(port: Port) -> bool:

@@ -192,12 +192,7 @@ def _model_or_other(is_model: bool) -> _Trainee:
 def port_loops(port: Port) -> None:
     """Port every loop that applies gradients of a tape."""
     _ask_where_tapes_go(port)
-    applies = []
-    # Gradients come from a tape only if the script calls ``gradient``.
-    if any(method(call) == "gradient" for call in port.calls):
-        for call in port.calls:
-            if method(call) == "apply_gradients" and not _is_of_keras(port, call):
-                applies.append(call)
+    applies = training_steps(port)
     for call in applies:
         _reduce(port, call)
         _broadcast(port, call)
@@ -209,6 +204,15 @@ def port_loops(port: Port) -> None:
             is_plain_in_fit = port.replicated and argument(call, "synchronized") is None
             if applies or is_plain_in_fit:
                 port.report(NOTE, "batch normalization", call)
+
+
+def training_steps(port: Port) -> list:
+    """Return the calls that apply gradients of a tape."""
+    # Gradients come from a tape only if the script calls ``gradient``.
+    if not any(method(call) == "gradient" for call in port.calls):
+        return []
+    applies = [call for call in port.calls if method(call) == "apply_gradients"]
+    return [call for call in applies if not _is_of_keras(port, call)]
 
 
 def _ask_where_tapes_go(port: Port) -> None:
