@@ -41,7 +41,9 @@ def check(ranks: Pool, kind: str, directory: Path) -> None:
             )
 
 
-@pytest.mark.parametrize("kind", ["dataset", "repeated", "own", "pipeline"])
+@pytest.mark.parametrize(
+    "kind", ["dataset", pytest.param("repeated", marks=pytest.mark.full), "own", "pipeline"]
+)
 def test_fit_goes_on_to_the_same_bits(keras_two_ranks: Pool, kind: str, tmp_path: Path) -> None:
     check(keras_two_ranks, kind, tmp_path)
 

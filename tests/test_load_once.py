@@ -150,7 +150,8 @@ def body_fit(*kinds: str) -> Any:
 @pytest.mark.parametrize(
     "kinds",
     [
-        ["plain", "float64"],
+        ["plain"],
+        ["float64"],
         pytest.param(["weights", "classes"], marks=pytest.mark.full),
         pytest.param(["bfloat16", ">f4", "int8", "bool"], marks=pytest.mark.full),
     ],

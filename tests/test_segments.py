@@ -129,7 +129,7 @@ def body_times(overlap: bool, cores: int) -> Any:
     npu.global_options().hcom_parallel = overlap
     try:
 
-        @tf.function
+        @tf.function(autograph=False)
         def step(x: Any) -> Any:
             with tf.GradientTape() as tape:
                 y = x

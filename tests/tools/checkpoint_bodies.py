@@ -81,7 +81,7 @@ class Training:
         self.checkpoint = npu.train.JobCheckpoint(directory, per_rank=per_rank, **things, **options)
         npu.distribute.broadcast(list(self.model.weights))
 
-        @tf.function
+        @tf.function(autograph=False)  # which would take most of the time
         def step(x: tf.Tensor, scale: tf.Tensor) -> tf.Tensor:
             def loss() -> tf.Tensor:
                 return tf.reduce_mean(
