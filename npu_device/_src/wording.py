@@ -12,9 +12,9 @@ INDIVISIBLE = "the global batch size must be divisible by the number of ranks"
 ranks."""
 
 
-def counted(number: int, noun: str) -> str:
+def counted(count: int, noun: str) -> str:
     """Return a number with its noun: ``1 rank``, ``2 ranks``."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def amount(size: int) -> str:

@@ -425,7 +425,7 @@ def _sort_key(arrival: Arrival) -> tuple[int, int, str, int]:
     if arrival.hello.rank is not None:
         return arrival.hello.rank, 0, "", 0
     try:
-        number = int(ipaddress.ip_address(arrival.host))
+        address_value = int(ipaddress.ip_address(arrival.host))
     except ValueError:
-        number = -1
-    return 0, number, arrival.host, arrival.hello.device_id
+        address_value = -1
+    return 0, address_value, arrival.host, arrival.hello.device_id

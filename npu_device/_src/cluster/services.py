@@ -327,13 +327,13 @@ class Services:
             self._send(rank, frame)
 
     def _answer(self, request: _Request, text: bytes) -> None:
-        rank, number = request
+        rank, request_id = request
         # The text is JSON already, encoded once for all ranks that get it.
-        self._send(rank, frames.join(b'{"id":%d,"value":' % number, text, b"}"))
+        self._send(rank, frames.join(b'{"id":%d,"value":' % request_id, text, b"}"))
 
     def _refuse(self, request: _Request, error: str, text: str) -> None:
-        rank, number = request
-        self._send(rank, frames.encode({"id": number, "error": error, "text": text}))
+        rank, request_id = request
+        self._send(rank, frames.encode({"id": request_id, "error": error, "text": text}))
 
     def _refuse_all(self, key: _Key, error: str, text: str) -> None:
         """End a gather with an error on all ranks that have come."""

@@ -174,8 +174,8 @@ def without_libraries(errors: Sequence[PrintedError]) -> tuple[str, int]:
     if not user_frames:
         return _joined(errors), 0
     output: list[PrintedError] = []
-    for number, error in enumerate(user_errors, 1):
-        shortened = _without_repeats(error, output, user_errors[number:])
+    for position, error in enumerate(user_errors, 1):
+        shortened = _without_repeats(error, output, user_errors[position:])
         if not output:
             shortened = shortened._replace(link="")
         if shortened.blocks:

@@ -114,9 +114,9 @@ def _kind_and_shape(tensor: Any, is_ragged: bool) -> tuple[str, tf.TensorShape |
     return tensor.dtype.name, tensor.shape
 
 
-def shapes_number(call: Call, tensors: Sequence, is_ragged: bool) -> int | tf.Tensor:
-    """Return one 32-bit number for all shapes, an int or int32; the same for static and dynamic shapes."""
-    number = 0
+def shapes_digest(call: Call, tensors: Sequence, is_ragged: bool) -> int | tf.Tensor:
+    """Return 32 bits that stand for all shapes, an int or int32; the same for static and dynamic shapes."""
+    digest = 0
     dynamic: list[tf.Tensor] = []
     for position, (tensor, shape) in enumerate(zip(tensors, call.shapes)):
         if shape is None:
@@ -125,7 +125,7 @@ def shapes_number(call: Call, tensors: Sequence, is_ragged: bool) -> int | tf.Te
         weights = _weights(position)
         if shape.is_fully_defined():
             # The number of dimensions counts, too: [1, 1] isn't [1].
-            number += sum(map(operator.mul, shape.as_list(), weights)) + len(shape) * weights[-1]
+            digest += sum(map(operator.mul, shape.as_list(), weights)) + len(shape) * weights[-1]
             continue
         is_sparse = isinstance(tensor, tf.IndexedSlices)
         sizes = tf.shape(tensor.values if is_sparse else tensor)
@@ -135,7 +135,7 @@ def shapes_number(call: Call, tensors: Sequence, is_ragged: bool) -> int | tf.Te
         count = tf.size(sizes)
         dynamic.append(tf.reduce_sum(sizes * table[:count]) + count * table[-1])
     # Wrapped into the range of int32, where the graph's additions wrap around as well.
-    total = (number + (1 << 31)) % (1 << 32) - (1 << 31)
+    total = (digest + (1 << 31)) % (1 << 32) - (1 << 31)
     if not dynamic:
         return total
     return tf.add_n([*dynamic, tf.constant(total)])

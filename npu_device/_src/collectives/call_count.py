@@ -116,9 +116,7 @@ class CallCounts:
         reading their number takes an eager operation.
         """
         with self._making:
-            started = {
-                (group.name, group.ranks): number for group, number in self._destroyed.items()
-            }
+            started = {(group.name, group.ranks): count for group, count in self._destroyed.items()}
             for group, count in self._counts.items():
                 if isinstance(count, CallCount):
                     started[group.name, group.ranks] = count.started

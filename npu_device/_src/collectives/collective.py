@@ -17,7 +17,7 @@ import tensorflow as tf
 from npu_device._src import compat
 from npu_device._src.cluster.rank_errors import PeerError
 from npu_device._src.collectives.agreed_engine import AgreedEngine, route_of
-from npu_device._src.collectives.call import Call, Terms, describe, mismatch, shapes_number
+from npu_device._src.collectives.call import Call, Terms, describe, mismatch, shapes_digest
 from npu_device._src.collectives.calling_threads import calling_thread
 from npu_device._src.collectives.graph import require_order, runs_if_fetched
 from npu_device._src.collectives.group import Group
@@ -122,7 +122,7 @@ class Collective:
                 job.health.stop(f"{type(error).__name__}: {error}")
             return error
 
-        shapes = shapes_number(call, self.values, self.is_ragged)
+        shapes = shapes_digest(call, self.values, self.is_ragged)
         return Terms(call.fingerprint, shapes, call.row, overlaps, error_for_mismatch)
 
     def _add_to_session(self, job: Job, call: Call) -> Any:

@@ -325,7 +325,7 @@ def packed_blocks(counts: tf.Tensor) -> Blocks:
 
 
 def checked_blocks(
-    name: str, counts: Any, displacements: Any, number: int, length: Optional[int] = None
+    name: str, counts: Any, displacements: Any, size: int, length: Optional[int] = None
 ) -> Blocks:
     """Check and return the blocks that a caller describes, one per rank. TensorFlow refuses what is known only at run
     time. ``length`` is that of the buffer, if known; None for one that is made to fit: there, no blocks may overlap.
@@ -333,14 +333,14 @@ def checked_blocks(
     where = f"{name}_displacements"
     text = f"{name}_counts and {where}"
     blocks = Blocks(
-        whole_numbers(f"{name}_counts", counts, [number]),
-        whole_numbers(where, displacements, [number]),
+        whole_numbers(f"{name}_counts", counts, [size]),
+        whole_numbers(where, displacements, [size]),
     )
     counts, displacements = map(tf.get_static_value, blocks)
     if counts is None or displacements is None:
         return blocks
     # Sorted by their position in the buffer, so that two blocks that overlap follow each other.
-    located = sorted(zip(map(int, displacements), map(int, counts), range(number)))
+    located = sorted(zip(map(int, displacements), map(int, counts), range(size)))
     end = 0
     last_rank = -1
     # An empty block takes no room, wherever it is.

@@ -23,7 +23,7 @@ def tensors_of_checkpoint(checkpoint: tf.train.Checkpoint, is_whole: bool) -> li
 
     They are the buffers of variables, not copies: TensorFlow gives a variable another buffer when it changes.
     """
-    context: contextlib.AbstractContextManager[None] = of_this_rank()
+    context: contextlib.AbstractContextManager[None] = of_this_rank.on()
     if is_whole:
         context = contextlib.nullcontext()
     with context:

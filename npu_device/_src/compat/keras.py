@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import sys
-import threading
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import tensorflow as tf
+
+from npu_device._src.thread_switch import ThreadSwitch
 
 
 def keras_of(component: object) -> Any:
@@ -275,22 +274,13 @@ def is_apart(variable: Any) -> bool:
 
 
 HELD_ELSEWHERE = object()
-_thread = threading.local()
-
-
-@contextlib.contextmanager
-def of_this_rank() -> Iterator[None]:
-    """Let slots that other ranks hold be ``HELD_ELSEWHERE`` in what the block reads for a checkpoint."""
-    _thread.is_of_rank = True
-    try:
-        yield
-    finally:
-        _thread.is_of_rank = False
+of_this_rank = ThreadSwitch()
+"""Lets slots that other ranks hold be ``HELD_ELSEWHERE`` in what a thread reads for a checkpoint."""
 
 
 def in_checkpoint(slot: Any, has_memory: bool) -> Any:
     """Return what a checkpoint is to hold for a slot of another rank."""
-    if not has_memory and getattr(_thread, "is_of_rank", False):
+    if not has_memory and of_this_rank.is_on:
         return HELD_ELSEWHERE
     return tf.convert_to_tensor(slot)
 

@@ -79,7 +79,7 @@ def serve() -> dict[str, Any] | None:
     # To look for the ends of children at intervals would be 0.3 % of a core.
     ended, signalled = os.pipe()
     os.set_blocking(signalled, False)
-    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    signal.signal(signal.SIGCHLD, lambda signum, frame: None)
     signal.set_wakeup_fd(signalled)
     while True:
         # Read without Python's buffer, whose content each child would inherit.

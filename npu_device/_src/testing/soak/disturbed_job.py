@@ -171,7 +171,7 @@ def _run(options: argparse.Namespace, directory: Path, seconds: float) -> tuple[
         # Nodes need a common secret, which npurun makes by itself on a single node only.
         environment.setdefault("NPU_DEVICE_SECRET", secrets.token_hex(32))
     # SIGTERM raises, so that the network between the hosts is removed.
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))
     with contextlib.ExitStack() as stack:
         fewest = options.hosts
         # Node 0 stays.

@@ -195,7 +195,7 @@ class JobCheckpoint:
             if self._world is None or self._world.is_main:
                 _log.warning("%s\nTraining goes on; the newest checkpoint is an older one.", error)
 
-    @for_all_ranks()
+    @for_all_ranks.on()
     def save(self, step: int, notes: Mapping[str, Any] | None = None) -> None:
         """Write a checkpoint now.
 
@@ -279,7 +279,7 @@ class JobCheckpoint:
         notes: dict[str, Any] = manifest["notes"]
         return notes
 
-    @for_all_ranks()
+    @for_all_ranks.on()
     def restore(self) -> int:
         """Restore the newest checkpoint that is whole on all ranks.
 
@@ -296,7 +296,7 @@ class JobCheckpoint:
         self._reserve()
         return step
 
-    @for_all_ranks()
+    @for_all_ranks.on()
     def _restore_state(self) -> int:
         """Restore, and leave it to the caller to ``_reserve`` memory when all variables exist."""
         if self._chosen is None:

@@ -15,7 +15,7 @@ from npu_device._src.collectives.dtypes import sum_dtype
 from npu_device._src.collectives.graph import differentiable
 from npu_device._src.gradients.reduction import ReductionOptions, dense_of
 from npu_device._src.training.opening.current_world import world_unless_child
-from npu_device._src.training.watching.schedule import can_compare, is_only_building
+from npu_device._src.training.watching.schedule import can_compare, only_building
 from npu_device._src.world.current_step import CurrentStep, current_step
 from npu_device._src.world.world import World
 
@@ -120,7 +120,7 @@ def moments_of_all_ranks(
 def normalizing_world(group: str) -> World | None:
     """Return the ranks by whose samples a layer normalizes in this call; None if it is by those of this process."""
     # While a model is only built or saved, other ranks may not be there.
-    if compat.is_saving() or is_only_building():
+    if compat.is_saving() or only_building.is_on:
         return None
     # Keras itself normalizes over the devices of a strategy of TensorFlow.
     if tf.distribute.get_strategy().num_replicas_in_sync > 1:

@@ -24,7 +24,6 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Callable, Optional, cast
@@ -35,6 +34,7 @@ from npu_device._src.cluster.rank_errors import ClusterError, PeerError
 from npu_device._src.collectives.group import WORLD_GROUP
 from npu_device._src.collectives.job import Job
 from npu_device._src.compat import keras_models
+from npu_device._src.thread_switch import ThreadSwitch
 from npu_device._src.world.world import World
 
 METHODS = ("save", "save_weights", "export")
@@ -46,7 +46,7 @@ _SEES = "sees file"
 _REMEMBERED = 1000  # most paths whose saves are remembered
 
 _log = logging.getLogger("npu_device")
-_thread = threading.local()  # ``saves`` is True while a method of a model saves
+_by_method = ThreadSwitch()  # on while a method of a model saves
 _BY_FUNCTION = (
     "%s saves the model %r by a function, such as keras.saving.save_model or tf.saved_model.save: each rank writes the "
     "file then, perhaps at the same time.\nWhat to do: model.save(path) or model.export(path), which write once; or "
@@ -275,7 +275,7 @@ def _notice_other_saves(world: World, model: Any) -> None:
         @functools.wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal is_warned
-            by_function = not getattr(_thread, "saves", False)
+            by_function = not _by_method.is_on
             if by_function and formats:
                 by_function = not {*args, *kwargs.values()}.isdisjoint(formats)
             if by_function and not is_warned:
@@ -294,7 +294,7 @@ def saving(world: World, method: Callable) -> Callable:
     """Return one of the methods of a model that write (``METHODS``) as one that every rank may call, or only rank 0."""
     if hasattr(method, _IS_REPLACED):
         return method
-    write = _by_method()(method)
+    write = _by_method.on()(method)
     job = world.job
     saves = job.component(Saves)
     if saves is None:
@@ -318,16 +318,6 @@ def saving(world: World, method: Callable) -> Callable:
 
     setattr(save, _IS_REPLACED, True)
     return save
-
-
-@contextlib.contextmanager
-def _by_method() -> Iterator[None]:
-    was_saving = getattr(_thread, "saves", False)
-    _thread.saves = True
-    try:
-        yield
-    finally:
-        _thread.saves = was_saving
 
 
 def _exists(path: str) -> bool:

@@ -24,7 +24,7 @@ from npu_device._src import compat
 from npu_device._src.gradients.reduction import Gradient, Owners, ReductionOptions, weighted
 from npu_device._src.training.optimizers.optimizer_wrapper import GradientReducer
 from npu_device._src.training.optimizers.reducing_methods import install
-from npu_device._src.training.watching.schedule import is_only_building
+from npu_device._src.training.watching.schedule import only_building
 from npu_device._src.training.watching.wrapped_optimizers import (
     REDUCER,
     reducer_of,
@@ -43,7 +43,7 @@ class WeightedReducer(GradientReducer):
 
     def begin(self, optimizer: Any, variables: Iterable) -> None:
         """Make the ranks begin with the same variables, unless ``fit`` has done so."""
-        if current_step() is None and not is_only_building():
+        if current_step() is None and not only_building.is_on:
             super().begin(optimizer, variables)
 
     def _has_equal_start(self) -> bool:
@@ -55,7 +55,7 @@ class WeightedReducer(GradientReducer):
         gradients = list(gradients)
         step = current_step()
         if step is None:
-            if is_only_building():
+            if only_building.is_on:
                 return gradients
             return super().reduce(optimizer, gradients, owners)
         # A custom step has reduced them already, or all that they are made of.

@@ -45,7 +45,7 @@ from npu_device._src.training.watching.partial_sums import note_partial_sums
 from npu_device._src.training.watching.replica_audit import Audit
 from npu_device._src.training.watching.same_samples import Pair, pair_of
 from npu_device._src.training.watching.same_variables import ComparedVariables, make_equal
-from npu_device._src.training.watching.schedule import can_compare, is_only_building
+from npu_device._src.training.watching.schedule import can_compare, only_building
 from npu_device._src.training.watching.training_state import unique
 from npu_device._src.training.watching.wrapped_optimizers import is_wrapped, reducing_optimizer
 from npu_device._src.world.world import World
@@ -394,7 +394,7 @@ class GradientReducer:
         ready = gradients
         if reducing_optimizer(optimizer) is not optimizer:
             ready = self._all_finite_or_none(gradients)
-        elif self._applying is not optimizer and not is_only_building():
+        elif self._applying is not optimizer and not only_building.is_on:
             _build(optimizer, compat.keras_of(optimizer), variables)
             ready = accumulate(
                 optimizer,

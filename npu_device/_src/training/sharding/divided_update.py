@@ -19,7 +19,7 @@ from npu_device._src.gradients.reduction import Gradient, dense_of
 from npu_device._src.trace.trace import changes_a_variable, mark_update_end
 from npu_device._src.training.sharding.remote_slots import OptimizerSlots
 from npu_device._src.training.sharding.shares import bytes_of, owners_of
-from npu_device._src.training.watching.schedule import is_only_building
+from npu_device._src.training.watching.schedule import only_building
 from npu_device._src.world.world import World
 
 
@@ -162,12 +162,12 @@ class DividedUpdate:
         elif not optimizer.built:
             with tf.init_scope(), keras.name_scope(optimizer.name, caller=optimizer):
                 optimizer.build(list(variables))
-        if not is_only_building():
+        if not only_building.is_on:
             self._slots.register(self)
 
     def part_if(self, are_equal: bool) -> None:
         """Leave each slot to its owner, once all ranks have the same values."""
-        if self._is_apart or not are_equal or is_only_building():
+        if self._is_apart or not are_equal or only_building.is_on:
             return
         self._is_apart = True
         self._slots.begin()
@@ -214,7 +214,7 @@ class DividedUpdate:
         # Each step applies constraints, which may change bits every time, and sets variables by their gradients.
         always_sent = list(filter(_changes_in_each_step, changed))
         earlier = len(_operations())
-        if self.averages_are_whole and not is_only_building():
+        if self.averages_are_whole and not only_building.is_on:
             self._send_before_averages = partial(self._count_and_send, changed, earlier, is_update)
         arrived = [dense_of(reduced[index]) for index in share]
         arrived += self._joined([ranks[index] for index in with_gradient], is_update)
@@ -237,10 +237,10 @@ class DividedUpdate:
                 applied = compat.count_update(self.optimizer)
             is_sent = self.averages_are_whole and self._send_before_averages is None
             self._send_before_averages = None
-            if not is_sent and not is_only_building():
+            if not is_sent and not only_building.is_on:
                 # After slots have got what scripts have assigned, for which the number counts.
                 self._slots.count_update(is_update)
-        if is_only_building():
+        if only_building.is_on:
             return applied
         if is_sent:
             # Constraints are applied after averages.
@@ -254,7 +254,7 @@ class DividedUpdate:
         """Return a tensor that exists once all ranks have come to this update, if the step makes one; nothing if each
         rank owns a gradient, which tells it.
         """
-        if len(set(owners)) == self._world.size or is_only_building():
+        if len(set(owners)) == self._world.size or only_building.is_on:
             return []
 
         def join() -> tf.Tensor:

@@ -9,7 +9,7 @@ from typing import Any, Callable
 import tensorflow as tf
 
 from npu_device._src import compat
-from npu_device._src.training.watching.schedule import is_only_building
+from npu_device._src.training.watching.schedule import only_building
 from npu_device._src.training.watching.wrapped_optimizers import reducer_of
 
 # Otherwise AutoGraph would rewrite the methods below when an optimizer is called in a tf.function.
@@ -63,9 +63,9 @@ def _add_variable_from_reference(
 def _clip_gradients(self: Any, grads: Any) -> Any:
     update = _update_of(self)
     # A rank without a share has none, of which Keras has no norm.
-    if update is not None and is_only_building() and not grads:
+    if update is not None and only_building.is_on and not grads:
         return []
-    if update is None or is_only_building() or not compat.clips_by_global_norm(self):
+    if update is None or only_building.is_on or not compat.clips_by_global_norm(self):
         return type(self)._clip_gradients(self, grads)
     return update.clip_by_global_norm(grads)
 

@@ -78,7 +78,7 @@ class AppliedGradients:
         )
         self._pair: Pair | None = None
         self._reduced_count = 0  # number of tensors reduced since the last eager step
-        self._starts: Counter[str] = Counter()  # number of starts that were compared, by signature
+        self._start_counts: Counter[str] = Counter()  # by signature
         self._averaged: set[int] = set()  # the ids of variables that are reduced themselves
 
     # What the script reduces
@@ -242,10 +242,10 @@ class AppliedGradients:
     def _note_start(self, watched: WatchedOptimizer, step: _OptimizerCall) -> None:
         if not tf.executing_eagerly() or environment.NPU_DEVICE_UNEQUAL_START.get() == "ignore":
             return
-        self._starts[watched.signature] += 1
-        name = f"start {self._starts[watched.signature]} of {watched.signature}"
+        self._start_counts[watched.signature] += 1
+        name = f"start {self._start_counts[watched.signature]} of {watched.signature}"
         # A script that makes optimizers without end must not fill the store.
-        if sum(self._starts.values()) <= _MOST_STARTS:
+        if sum(self._start_counts.values()) <= _MOST_STARTS:
             watched.start = name, _checksums(step.variables)
 
     def _compare_start(self, watched: WatchedOptimizer, step: _OptimizerCall) -> None:

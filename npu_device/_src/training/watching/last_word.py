@@ -66,7 +66,7 @@ class LastWord:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._noted: dict[int, _Noted] = {}  # by id
+        self._noted_by_id: dict[int, _Noted] = {}
         # References to each optimizer and to what it trains, by the key of its first variable.
         self._optimizers: dict[str, list[weakref.ref[Any]]] = {}
         self._calls = 0
@@ -75,7 +75,7 @@ class LastWord:
         """Note what is equal on all ranks from now on. Every rank does it, in the same order, or has the same label."""
         if not can_compare():
             return
-        noted = self._noted
+        noted = self._noted_by_id
         if not label:
             self._calls += 1
         for position, variable in enumerate(variables):
@@ -99,7 +99,7 @@ class LastWord:
 
     def calls_before(self, variable_id: int) -> int | None:
         """Return how many reductions came before the variable of an id was made equal; None if it never was."""
-        noted = self._noted.get(variable_id)
+        noted = self._noted_by_id.get(variable_id)
         if noted is None:
             return None
         return noted.calls
@@ -108,7 +108,7 @@ class LastWord:
         """Note that an optimizer trains variables with reduced gradients: its state is equal on all ranks, too."""
         if not variables:
             return
-        noted = self._noted.get(id(compat.inner_variable(variables[0])))
+        noted = self._noted_by_id.get(id(compat.inner_variable(variables[0])))
         if noted is not None:
             references = list(map(weakref.ref, [optimizer, *variables]))
             self._optimizers.setdefault(noted.key, references)
@@ -139,7 +139,7 @@ class LastWord:
     def _candidates(self) -> list[_Candidate]:
         """Return the variables that exist, those that must be equal first."""
         variables = {}
-        for noted in list(self._noted.values()):
+        for noted in list(self._noted_by_id.values()):
             variable = noted.reference()
             if variable is not None:
                 variables[noted.key] = (variable, noted.name)
@@ -151,7 +151,7 @@ class LastWord:
             states = map(compat.inner_variable, compat.optimizer_variables(optimizer, trained))
             for position, state in enumerate(states):
                 of_optimizers.add(id(state))
-                if id(state) not in self._noted:
+                if id(state) not in self._noted_by_id:
                     variables[f"{key}/{position}"] = (state, variable_name(state))
         candidates = []
         for key, (variable, name) in variables.items():

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,10 +18,10 @@ import tensorflow as tf
 
 from npu_device._src import compat
 from npu_device._src.gradients.reduction import ReductionOptions
+from npu_device._src.thread_switch import ThreadSwitch
 from npu_device._src.world.world import World
 
 _log = logging.getLogger("npu_device")
-_thread = threading.local()
 
 _ONLY_OF_RANK = (
     "rank %d writes the state of the optimizer %s %d of %d steps after an update. The file doesn't have the gradients "
@@ -68,7 +67,7 @@ class _PartialSum(NamedTuple):
     accumulation: _Accumulation
 
 
-_partial_sums: dict[int, _PartialSum] = {}  # by id
+_partial_sums: dict[int, _PartialSum] = {}  # by the id of the variable
 
 
 def note_partial_sums(world: World, variables: Sequence, counter: Any, period: int) -> None:
@@ -158,15 +157,8 @@ def to_be_equal(world: World, variables: Sequence) -> list:
 # Files
 
 
-@contextlib.contextmanager
-def for_all_ranks() -> Iterator[None]:
-    """Let files be written in the block without a warning: they have the partial sums of all ranks."""
-    before = getattr(_thread, "is_for_all", False)
-    _thread.is_for_all = True
-    try:
-        yield
-    finally:
-        _thread.is_for_all = before
+for_all_ranks = ThreadSwitch()
+"""Lets a thread write files without a warning: they have the partial sums of all ranks."""
 
 
 @contextlib.contextmanager
@@ -184,7 +176,7 @@ def with_values(variables: Sequence, values: Sequence[tf.Tensor]) -> Iterator[No
 
 def warn_of_file(optimizer: Any, variables: Iterable) -> None:
     """Warn, once for an optimizer, if this rank is about to write its own partial sums to a file."""
-    if getattr(_thread, "is_for_all", False) or not tf.executing_eagerly():
+    if for_all_ranks.is_on or not tf.executing_eagerly():
         return
     for accumulation in map(_accumulation_of, between_updates(variables)):
         is_settled = accumulation.settled == accumulation.count()

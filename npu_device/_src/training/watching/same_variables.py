@@ -131,20 +131,20 @@ class ComparedVariables:
     """The variables that ``make_equal`` has compared for one purpose, as long as they exist."""
 
     def __init__(self) -> None:
-        self._references: dict[int, weakref.ref[Any]] = {}  # by id
+        self._references_by_id: dict[int, weakref.ref[Any]] = {}
 
     def add(self, variables: Iterable) -> None:
         for variable in variables:
             # A variable that goes takes its note along, since another one may get its id.
-            forget = functools.partial(self._references.pop, id(variable))
-            self._references[id(variable)] = weakref.ref(
+            forget = functools.partial(self._references_by_id.pop, id(variable))
+            self._references_by_id[id(variable)] = weakref.ref(
                 variable,
                 lambda _, forget=forget: forget(None),  # type: ignore[misc]
             )
 
     def others(self, variables: Sequence) -> list:
         """Return the variables that haven't been compared. In most steps, there are none."""
-        is_known = self._references.__contains__
+        is_known = self._references_by_id.__contains__
         if all(map(is_known, map(id, variables))):
             return []
         return [variable for variable in variables if not is_known(id(variable))]

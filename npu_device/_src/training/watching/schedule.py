@@ -7,9 +7,6 @@ before. Nothing is read from another thread, or by Python while a step runs.
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Iterator
 from typing import Any, Callable
 
 import numpy as np
@@ -17,31 +14,18 @@ import tensorflow as tf
 
 from npu_device._src import compat
 from npu_device._src.collectives.graph import step_data
+from npu_device._src.thread_switch import ThreadSwitch
 
 FIRST_LOOKS = (4, 7, 10, 20)
 NEVER = 1 << 62
 
-_thread = threading.local()
-
-
-@contextlib.contextmanager
-def only_building() -> Iterator[None]:
-    """Compare and reduce nothing of steps in the block, which are only traced to make variables."""
-    _thread.builds = True
-    try:
-        yield
-    finally:
-        _thread.builds = False
-
-
-def is_only_building() -> bool:
-    """Return whether a step is traced only to make its variables."""
-    return getattr(_thread, "builds", False)
+only_building = ThreadSwitch()
+"""Lets a thread compare and reduce nothing of steps, which are only traced to make variables."""
 
 
 def can_compare() -> bool:
     """Return whether the ranks can compare what belongs to the step that is built, for which they need eager mode."""
-    return tf.compat.v1.executing_eagerly_outside_functions() and not is_only_building()
+    return tf.compat.v1.executing_eagerly_outside_functions() and not only_building.is_on
 
 
 def next_look(count: int, after: int) -> int:

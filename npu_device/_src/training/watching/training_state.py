@@ -118,7 +118,7 @@ def trace_step(model: Any, step: Callable[[Any], Any], batch_spec: Any) -> Any:
         with own_traces():
             return step(batch)
 
-    with only_building():
+    with only_building.on():
         concrete = tf.function(traced, autograph=autograph).get_concrete_function(batch_spec)
     return concrete.structured_outputs
 

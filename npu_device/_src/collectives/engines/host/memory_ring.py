@@ -79,27 +79,27 @@ class Counter:
         self._word = ctypes.c_uint32.from_buffer(memory, offset)
         self._address = ctypes.addressof(self._word)
 
-    def advance_to(self, number: int) -> None:
-        self._word.value = number & _MASK
+    def advance_to(self, count: int) -> None:
+        self._word.value = count & _MASK
         _system_call(_futex_call_number, self._address, _FUTEX_WAKE, _ALL, None)  # type: ignore[misc]
 
-    def has_reached(self, number: int) -> bool:
-        return (self._word.value - number) & _MASK < _HALF
+    def has_reached(self, count: int) -> bool:
+        return (self._word.value - count) & _MASK < _HALF
 
-    def wait_for(self, number: int, looks: int) -> bool:
-        """Spin ``looks`` times, then sleep until the counter reaches a number, for at most ``CHECK_SECONDS``. Return
-        whether it has reached the number.
+    def wait_for(self, count: int, looks: int) -> bool:
+        """Spin ``looks`` times, then sleep until the counter reaches a count, for at most ``CHECK_SECONDS``. Return
+        whether it has reached the count.
         """
         for _ in range(looks):
-            if self.has_reached(number):
+            if self.has_reached(count):
                 return True
         current = self._word.value
-        if (current - number) & _MASK >= _HALF:
+        if (current - count) & _MASK >= _HALF:
             # The call returns at once if the counter has moved on since: the kernel compares it with ``current``.
             _system_call(  # type: ignore[misc]
                 _futex_call_number, self._address, _FUTEX_WAIT, current, _longest_wait_address
             )
-        return self.has_reached(number)
+        return self.has_reached(count)
 
 
 # The ring
@@ -247,26 +247,26 @@ class MemoryRing:
         self.withdraw_offer()
 
     def advance(self, program: Program, wait: Wait) -> bool:
-        """Run a program, which yields the counter and the number to wait for; see ``channel.Channel``."""
+        """Run a program, which yields the counter and the count to wait for; see ``channel.Channel``."""
         # Without a core of its own, a spinning thread would take it from the peer it waits for.
         looks = 0
         if self._spins:
             looks = _LOOKS
             if wait is Wait.SPINNING:
                 looks = _LOOKS_IN_HURRY
-        for counter, number in program:
+        for counter, count in program:
             if wait is Wait.NOT:
                 return False
-            if not counter.wait_for(number, looks):
+            if not counter.wait_for(count, looks):
                 self._while_waiting()
         return True
 
 
-def _unreached(counters: Iterable[Counter], number: int) -> Program:
-    """Yield each counter that hasn't reached a number yet, until it has."""
+def _unreached(counters: Iterable[Counter], count: int) -> Program:
+    """Yield each counter that hasn't reached a count yet, until it has."""
     for counter in counters:
-        while not counter.has_reached(number):
-            yield counter, number
+        while not counter.has_reached(count):
+            yield counter, count
 
 
 def _round_up(size: int) -> int:

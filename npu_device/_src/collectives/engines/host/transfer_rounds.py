@@ -98,12 +98,12 @@ def _spans_of_pieces(
     shortest = min(high - low for low, high in zip(bounds, bounds[1:]))
     count = max(1, -(-(stream.length - shortest) // capacity))
     edges = list(bounds[:-1])
-    for number in range(1, count + 1):
+    for round_number in range(1, count + 1):
         spans = []
         for member, (low, high) in enumerate(zip(bounds, bounds[1:])):
-            edge = low + (high - low) * number // count // unit * unit
+            edge = low + (high - low) * round_number // count // unit * unit
             end = edge
-            if number == count:
+            if round_number == count:
                 end = high
             spans.append((edges[member], end))
             edges[member] = end
