@@ -232,8 +232,8 @@ def _words(value: Any, level: int = 0) -> Iterator[tuple[str, bool]]:
         yield name, False
     else:
         yield f"{name} {sorted(map(str, value))}" if kind is dict else name, False
-        for element in itertools.islice(_elements(value), _MOST_ELEMENTS):
-            yield from _words(element, level + 1)
+        for inner in itertools.islice(_contents(value), _MOST_ELEMENTS):
+            yield from _words(inner, level + 1)
 
 
 def _words_of_array(value: Any, name: str) -> Iterator[tuple[str, bool]]:
@@ -245,7 +245,7 @@ def _words_of_array(value: Any, name: str) -> Iterator[tuple[str, bool]]:
         yield f"{name} {dtype} {value.shape}", False
 
 
-def _elements(value: Any) -> Iterator:
+def _contents(value: Any) -> Iterator:
     """Generate what a value consists of, in an order that doesn't depend on the process."""
     if isinstance(value, (list, tuple)):
         yield from value
@@ -265,7 +265,9 @@ def _elements(value: Any) -> Iterator:
             attributes = vars(value)
         # Only plain attributes are compared: what an object refers to says less about it, and may have no end.
         plain = [
-            (key, element) for key, element in list(attributes.items()) if type(element) in _PLAIN
+            (key, attribute)
+            for key, attribute in list(attributes.items())
+            if type(attribute) in _PLAIN
         ]
         yield from sorted(plain, key=str)
 

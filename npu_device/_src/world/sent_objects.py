@@ -157,7 +157,7 @@ def _value(plain: Any) -> Any:
     if type_name in _COLLECTIONS:
         return _COLLECTIONS[type_name](map(_value, content))
     if type_name == "dict":
-        return {_value(key): _value(element) for key, element in content}
+        return {_value(key): _value(inner) for key, inner in content}
     if type_name in _BYTES:
         return _BYTES[type_name](base64.b64decode(content, validate=True))
     array = _value(content)

@@ -104,17 +104,17 @@ def with_arrays(
         return replace(value, name)
     if type(value) in _DICTS:
         # A copy keeps the factory of a defaultdict.
-        elements = copy.copy(value)
-        for key, element in value.items():
-            elements[key] = with_arrays(element, replace, f"{name}[{key!r}]")
-        return elements
+        copied = copy.copy(value)
+        for key, inner in value.items():
+            copied[key] = with_arrays(inner, replace, f"{name}[{key!r}]")
+        return copied
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         fields = zip(value._fields, value)
-        content = [with_arrays(element, replace, f"{name}.{field}") for field, element in fields]
+        content = [with_arrays(inner, replace, f"{name}.{field}") for field, inner in fields]
         return type(value)._make(content)  # type: ignore[attr-defined]
     if type(value) in (list, tuple):
         return type(value)(
-            with_arrays(element, replace, f"{name}[{index}]") for index, element in enumerate(value)
+            with_arrays(inner, replace, f"{name}[{index}]") for index, inner in enumerate(value)
         )
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         replaced = copy.copy(value)
@@ -122,9 +122,9 @@ def with_arrays(
             # A field that ``__init__`` leaves out may have no value.
             if hasattr(value, attribute.name):
                 content = getattr(value, attribute.name)
-                element = with_arrays(content, replace, f"{name}.{attribute.name}")
+                inner = with_arrays(content, replace, f"{name}.{attribute.name}")
                 # The dataclass may be frozen.
-                object.__setattr__(replaced, attribute.name, element)
+                object.__setattr__(replaced, attribute.name, inner)
         return replaced
     return value
 
