@@ -22,7 +22,7 @@ _CODE = f"import sys; sys.path.append(sys.argv[1]); from {__package__}.hub impor
 class HubProcess:
     """A running hub, as its parent sees it; PortTakenError or RendezvousError if it can't listen.
 
-    The settings are those that ``Hub`` reads, and the addresses (``listen``) and first and last port (``ports``).
+    The settings are what ``Hub`` reads, and the addresses (``listen``) and first and last port (``ports``).
     """
 
     def __init__(self, *, secret: bytes, speaks: bool = False, **settings: Any) -> None:

@@ -17,11 +17,11 @@ from npu_device._src.wording import ranges
 
 
 class HubRendezvous:
-    """Lets clients wait for each other until all ranks have come, and answers those that come later.
+    """Lets clients wait for each other until all ranks have come, and answers later ones.
 
     Attributes:
         ranks: the clients by rank, once all have met.
-        roster: those that have come as ranks.
+        roster: the clients that have come as ranks.
     """
 
     def __init__(

@@ -32,7 +32,7 @@ _BOLD = re.compile(r"\x1b\[\d*m")  # Keras 3 prints titles in bold
 
 
 def root_error(error: str) -> str:
-    """Return the type and text of an error; inside one of TensorFlow's, those of the error that it is about.
+    """Return the type and text of an error; for one of TensorFlow's, of the error that it is about.
 
     Errors of this package are named without their module.
     """

@@ -89,7 +89,7 @@ class AgreedEngine:
         reduction: str,
         wire: Wire = None,
     ) -> list[list[Optional[tf.Tensor]]]:
-        """Reduce segments as ``all_reduce`` does, and return the results in the same lists: those that this rank owns,
+        """Reduce segments as ``all_reduce`` does, and return the results in the same lists: what this rank owns,
         and None for the others. The results have no gradient. ``owners`` are ranks of the group; see ``has_owners``.
         """
         results: list[list[Optional[tf.Tensor]]] = []
@@ -112,7 +112,7 @@ class AgreedEngine:
         return results
 
     def broadcast_from_owners(self, tensors: TensorsOrSpecs, owners: Sequence[int]) -> TensorList:
-        """Return all tensors, of any dtypes and known shapes, on every rank, given those that this rank owns and the
+        """Return all tensors, of any dtypes and known shapes, on every rank, given what this rank owns and the
         specs of the others.
         """
         # Tensors of all dtypes travel as bytes, by the engine for integers; see ``broadcast``.

@@ -36,8 +36,8 @@ class Collective:
         result_specs: returns the specs of the results, in their structure; None for a collective that returns nothing.
         details: whatever else must be the same on every rank.
         is_ragged: the first dimension of the values may differ among the ranks.
-        has_owners: some of the values are those of one rank each.
-        gradient: in the graph of a session, returns the gradients of the values for those of the results.
+        has_owners: some of the values belong to one rank each.
+        gradient: in the graph of a session, turns gradients of the results into gradients of the values.
     """
 
     name: str

@@ -168,7 +168,7 @@ class Order:
 def call_now(
     function: Callable[..., list], inputs: Sequence, specs: Sequence[tf.TensorSpec]
 ) -> list:
-    """Call a Python function with arrays, at once or in the graph that is built now, in no order but that of its data.
+    """Call a Python function with arrays, at once or in the graph that is built now, ordered by its data only.
     It returns an array for each spec, lives as long as the graph, and must not refer to it.
     """
     tensors = list(map(tf.convert_to_tensor, inputs))

@@ -1,4 +1,4 @@
-"""Groups of ranks that take part in a collective: the group of all ranks, and those that the script makes.
+"""Groups of ranks that take part in a collective: the group of all ranks, and groups that the script makes.
 
 Each process makes its groups on its own; nothing is sent. Ranks that don't belong to a group don't know it, and
 disjoint sets of ranks may use one name for different groups. The calls for scripts are in

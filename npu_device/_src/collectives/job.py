@@ -40,7 +40,7 @@ class Job(EngineContext):
             them at its end.
         has_communicated: this rank has called a collective other than a barrier, or built a graph with one.
         before_leaving: called with the job before this process leaves it; not in a forked child.
-        groups: those that the script of this rank has made, by name.
+        groups: made by the script of this rank, by name.
         why_no_mpi: why MPI isn't used although its launcher started the ranks; "" if there is nothing to say.
         threads: the threads of this rank that call collectives.
         sessions: the collectives in graphs that sessions run.

@@ -1,6 +1,6 @@
 """The collectives that only move data: all_gather, all_gather_v, all_to_all_v, all_to_all_vc, send, receive.
 
-They are made like those of ``ops``. All but send and receive consist of two moves of the engine, ``gather`` and
+They are made like ``ops``. All but send and receive consist of two moves of the engine, ``gather`` and
 ``exchange``, for any dtype and any number of elements. Both are differentiable; everything around them is TensorFlow's
 own, and therefore differentiable as well.
 """
@@ -328,7 +328,7 @@ def checked_blocks(
     name: str, counts: Any, displacements: Any, size: int, length: Optional[int] = None
 ) -> Blocks:
     """Check and return the blocks that a caller describes, one per rank. TensorFlow refuses what is known only at run
-    time. ``length`` is that of the buffer, if known; None for one that is made to fit: there, no blocks may overlap.
+    time. ``length`` is the buffer's, if known; None for a buffer that is made to fit: there, no blocks may overlap.
     """
     where = f"{name}_displacements"
     text = f"{name}_counts and {where}"

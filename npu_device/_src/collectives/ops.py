@@ -152,7 +152,7 @@ def broadcast_from_owners(
     """Send tensors from the ranks that own them to all others; return them in the order of ``tensors``.
 
     Args:
-        tensors: those that this rank owns, and the specs of the others; of any dtypes and known shapes.
+        tensors: what this rank owns, and the specs of the others; of any dtypes and known shapes.
         owners: the owner of each tensor, a rank of the group.
 
     The results have no gradient. For the engines that can do it, see ``agreed_engine.has_owners``.

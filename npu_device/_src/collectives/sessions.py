@@ -1,7 +1,7 @@
 """Collectives in a graph that a session of TensorFlow 1 runs. Only ``collective`` adds them, through the job.
 
 A session is local: operations in its graph can't see the other ranks. A collective is therefore an operation that calls
-Python, which runs the collective eagerly. Errors that need the data, and those of the other ranks, are errors of
+Python, which runs the collective eagerly. Errors that need the data, and errors of other ranks, are errors of
 ``session.run``. Only sums and means of ``all_reduce`` have gradients, as on Ascend.
 
 Operations of a graph that don't depend on each other run in any order, different on each rank, and which of them a

@@ -29,7 +29,7 @@ class StallWatch:
     """One thread that checks all groups, and answers the other ranks' questions. It ends with the job.
 
     Args:
-        groups: those that the script of this rank has made, by name.
+        groups: made by the script of this rank, by name.
         held: by group, a call of this rank that can't begin yet, as another collective comes first; None if unknown.
     """
 

@@ -15,7 +15,7 @@ def walk(
     neighbours: Callable[[_Node], Iterable[_Node]],
     key: Callable[[Any], Hashable] = _name,
 ) -> Iterator[_Node]:
-    """Yield nodes and all those that their neighbours lead to, each once.
+    """Yield nodes, and all nodes to which their neighbours lead, each once.
 
     ``key`` tells nodes apart; tensors and operations of one graph have names. The neighbours of a node are asked for
     when the next node is wanted.

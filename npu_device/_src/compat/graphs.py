@@ -233,7 +233,7 @@ def _captured(inner: Iterable, tensor: Any) -> Any:
 def at_each_call(key: str, value: Callable[[], tf.Tensor]) -> tf.Tensor:
     """Return a tensor of the ``tf.function`` being traced that ``value`` gives at each call, in the thread that calls.
 
-    ``value`` returns an eager tensor: int32, shape []. A function called in another one passes on that one's tensor.
+    ``value`` returns an eager tensor: int32, shape []. A function called in another one passes on the outer tensor.
     ``capture_call_time_value`` alone fails for a function that is called in a branch or a loop, since it asks the
     branch for the value (TensorFlow 2.20, ``FuncGraph.capture_call_time_value``). Can go when it asks the function.
     """

@@ -145,7 +145,7 @@ def _by_dtype(tensors: Sequence, fusion: int) -> tuple[dict[tf.DType, list[int]]
 
 
 def _order(orders: FirstOrders, tensors: Sequence[tf.Tensor], group: str) -> list[int]:
-    """Return the order of production; in a function that is traced again, that of its first graph.
+    """Return the order of production; in a function that is traced again, as in its first graph.
 
     One rank alone may trace again, for instance when its last batch is smaller than the others'. In a graph for an
     unknown batch size, gradients depend on more operations, and so might come in another order than on the other ranks.

@@ -29,7 +29,7 @@ class TableRows:
     """The lookups in a table that a gradient at a position of a list has rows of, as the graph tells.
 
     The rows may be gathered elsewhere: a session gives eager tensors, which have no graph. Rows of an eager gradient
-    count as those of one lookup.
+    count as one lookup.
 
     Attributes:
         counts: rows of each lookup on this rank, if some ranks' rows are to be added up; else None.

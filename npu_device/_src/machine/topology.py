@@ -25,9 +25,9 @@ class Core:
 
     Attributes:
         first_cpu: its first hardware thread.
-        cpus: numbers of its threads, those that this process may use.
+        cpus: numbers of its threads that this process may use.
         socket, numa: numbers of its processor and of its memory.
-        l3cache: the first CPU of those that share its last-level cache, or -1.
+        l3cache: the first CPU that shares its last-level cache, or -1.
     """
 
     first_cpu: int
@@ -78,7 +78,7 @@ def read_machine(root: Path = Path("/"), cpus: Collection[int] | None = None) ->
 
     Args:
         root: of the files, another one in tests.
-        cpus: that may be used, instead of those of this thread.
+        cpus: that may be used; by default this thread's.
     """
     # The CPUs of this thread are asked for, since a launcher or a cpuset may allow it fewer than the host has.
     if cpus is None:

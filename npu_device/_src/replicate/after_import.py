@@ -14,7 +14,7 @@ KERAS_PACKAGES = ("keras", "tf_keras")
 
 class AfterImport(importlib.abc.MetaPathFinder):
     """Calls ``imported`` with the watched modules when the outermost import of one has ended: TensorFlow, both
-    packages of Keras, and those of ``names``.
+    packages of Keras, and ``names``.
     """
 
     def __init__(self, imported: Callable[[Sequence[ModuleType]], None], *names: str) -> None:

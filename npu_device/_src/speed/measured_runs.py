@@ -2,7 +2,7 @@
 
 The first round is traced. Then come rounds in which each number of ranks has its turn, so that a machine that becomes
 slower for a while is slower for all of them. One process, and the ranks of this host, are forks; ``npurun --hosts``
-starts those of several hosts, each of which is this module again.
+starts ranks on several hosts, each of which is this module again.
 """
 
 from __future__ import annotations

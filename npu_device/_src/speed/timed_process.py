@@ -39,7 +39,7 @@ class TimedProcess(PlannedProcess):
 
     ``steps`` is how many are timed at least, ``seconds`` the limit of all runs, ``rounds`` the least number of
     rounds; with fewer than five, nothing is decided. ``setups`` are all that are measured, as tuples; the first one is
-    one process. ``hosts`` are those of ``npurun --hosts``, which starts the ranks if there are any.
+    one process. ``hosts`` are for ``npurun --hosts``, which starts the ranks if there are any.
     """
 
     setups: Sequence[tuple[int, str]] = ()

@@ -1,6 +1,6 @@
 """The side of pytest's plugin on a rank: a session that collects the same files, and runs the tests that it is told to.
 
-For other plugins the session belongs to a worker, like those of pytest-xdist: it has ``config.workerinput``.
+For other plugins the session belongs to a worker, as with pytest-xdist: it has ``config.workerinput``.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class NpuEmptyHook(tf.compat.v1.train.SessionRunHook):
 
 
 def broadcast_global_variables(root_rank: int = 0, index: Any = None) -> Any:
-    """Return the operation that overwrites the global variables of the graph with those of the root; all ranks run it.
+    """Return the operation that overwrites the global variables of the graph by the root's; all ranks run it.
 
     Args:
         root_rank: the rank whose values are sent.

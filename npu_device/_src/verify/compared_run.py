@@ -295,7 +295,7 @@ class ComparedRun:
         return ", ".join(texts)
 
     def different_log(self, of_metrics: bool) -> str | None:
-        """Return a number in the logs on which the ranks agree, and which isn't that of one process.
+        """Return a number in the logs on which the ranks agree, but not with one process.
 
         It is one of the metrics of the model, or any other.
         """

@@ -60,7 +60,7 @@ class Redirection:
     """The redirection of this process.
 
     Args:
-        directory: the one of all runs, where nothing is redirected.
+        directory: of all runs, where nothing is redirected.
 
     What ``tempfile`` makes is not redirected: sockets and other programs must find it where it is.
     """

@@ -81,7 +81,7 @@ class PlannedProcess:
         }
 
     def runs(self, sizes: Sequence[int]) -> list[list[PlannedProcess]]:
-        """Return the processes that run at a time: one and its perturbed twin, then those of each number of ranks.
+        """Return the processes that run at a time: one and its perturbed twin, then each number of ranks.
 
         ``sizes`` ascend. The first is the number that was asked for; all others are tried beside it.
         """

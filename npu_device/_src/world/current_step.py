@@ -78,7 +78,7 @@ class CurrentStep:
         """Note a number; return True if it is a sum over the samples, False if it is a mean, None if that isn't known.
 
         The name of a number is its ``taker`` (a loss, a metric, the logs) and its place among the numbers that the step
-        has given to that one so far, since the values differ from step to step and the calls don't.
+        has given to that taker so far, since the values differ from step to step and the calls don't.
         """
         name = f"{taker} {self._counts_by_taker[taker]}"
         self._counts_by_taker[taker] += 1

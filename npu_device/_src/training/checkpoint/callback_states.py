@@ -1,4 +1,4 @@
-"""What the callbacks of a ``fit`` remember: Keras's own, and those of a script with ``get_state`` and ``set_state``.
+"""What the callbacks of a ``fit`` remember: Keras's own, and a script's with ``get_state`` and ``set_state``.
 
 Keras gives a callback no list of the others, so the list is found in the call that begins the training.
 """

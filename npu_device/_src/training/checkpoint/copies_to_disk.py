@@ -54,7 +54,7 @@ _PROBLEM = "the newest copy in memory can't be written:"
 def to_files(
     world: World | None, disk: Storage, slots: Sequence[Slot], memory: Storage | None = None
 ) -> tuple[int, Storage] | None:
-    """Write the newest complete copy as a checkpoint, if it is newer than those of the disk; return its step, and where
+    """Write the newest complete copy as a checkpoint, if it is newer than what the disk has; return its step, and where
     it is: in memory if it is the last copy of ranks that have ended for others.
 
     Every rank has to call this, the first rank of each host with its slots, and the others without any.

@@ -271,7 +271,7 @@ def tensors_of(
 ) -> list[Content]:
     """Return what this rank has of a ``tf.train.Checkpoint``, given the paths of variables by their ids.
 
-    In the last copy of a rank, divided slots are shared tensors of rank 0, and those of no other rank.
+    In the last copy of a rank, divided slots are shared tensors of rank 0, and of no other rank.
     """
     tensors = []
     for saved in compat.tensors_of_checkpoint(checkpoint, is_whole=rank_of_last_copy == 0):

@@ -69,7 +69,7 @@ def _look_ahead(iterator: Any) -> int:
 
 
 def checksum_of(batches: Any) -> int:
-    """Return a checksum of the samples of batches, the sum of those of the samples; 0 at the end of the data.
+    """Return a checksum of the samples of batches, the sum of a checksum of each; 0 at the end of the data.
 
     Samples are rows of nested tensors, and count in any order, as other ranks have other rows.
     """

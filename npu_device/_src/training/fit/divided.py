@@ -3,7 +3,7 @@
 ``Sequence`` with a method ``rows``, by which each rank makes its own rows of a batch.
 
 Every rank reads the source of a pipeline, which should be cheap: file names, records, indices. The rows of each batch
-are cut before the map, so that batches, order and numbers are those of one process.
+are cut before the map, so that batches, order and numbers are as in one process.
 """
 
 from __future__ import annotations

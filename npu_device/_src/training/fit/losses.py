@@ -1,4 +1,4 @@
-"""Losses in a step of a replicated model: those of the ranks, times their fractions of the samples, sum up to that of
+"""Losses in a step of a replicated model: each rank's loss, times its fraction of the samples, adds up to the loss of
 the whole batch.
 
 A mean over samples needs no change. Sums, values per sample, means over the valid steps of masked sequences, and means

@@ -1,4 +1,4 @@
-"""Metrics in a step of a replicated model: those of every rank get the values of the whole batch.
+"""Metrics in a step of a replicated model: on every rank they get the values of the whole batch.
 
 The increments of Keras's own metrics are summed, see ``step.Increments``. The inputs of any other metric are gathered,
 so that the metric of every rank sees the whole batch; also those of functions of Keras that don't give one value for
@@ -95,7 +95,7 @@ class Metrics:
     def results_again(self, logs: Sequence) -> tuple[list, list[int]]:
         """Return what of the logs is a metric's result, or a graph computes from some, with the results of all ranks.
 
-        Other logs are None. The second list has the indices of those that can't be computed again.
+        Other logs are None. The second list has the indices of logs that can't be computed again.
         """
         results: list = []
         lost = []

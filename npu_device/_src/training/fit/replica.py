@@ -1,5 +1,5 @@
 """``npu.distribute.replicate``, the one line for Keras. It replaces methods of a model and its parts, and of no class;
-``watching.optimizer_hook`` wraps those of optimizer classes, while a job is open.
+``watching.optimizer_hook`` wraps the methods of optimizer classes, while a job is open.
 
 For good, on the model (``Replica._methods`` has the reasons): ``make_train_function``, ``make_test_function``,
 ``make_predict_function``, ``train_step``, ``test_step``, ``predict_step``, ``fit``, ``evaluate``, ``predict``,
@@ -169,7 +169,7 @@ class Replica:
         return call
 
     def _call_in_fit(self, function: Function, arguments: Arguments, source: Any) -> Any:
-        """Call ``evaluate`` or ``predict`` for a callback of a ``fit``, whose validation data are those of ``source``.
+        """Call ``evaluate`` or ``predict`` for a callback of a ``fit``, whose validation data are in ``source``.
 
         The ``fit`` compares the batches itself, at the end of an epoch.
         """

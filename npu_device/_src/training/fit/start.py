@@ -1,4 +1,4 @@
-"""Before the first step of a call on a replicated model: make its variables, make them equal to those of rank 0, and
+"""Before the first step of a call on a replicated model: make its variables, give them rank 0's values, and
 let rank 0 say what is trained: the job, the batch, and the settings left as they are.
 """
 

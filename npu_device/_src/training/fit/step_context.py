@@ -24,7 +24,7 @@ class StepContext:
     Attributes:
         world: with which the step exchanges: a ``World``, or ranks that are only virtual.
         mode: ``"train"``, ``"test"``, ``"predict"``, or ``"check"`` for a step that only runs on samples.
-        own_step: the step of the model, that of Keras or of the script.
+        own_step: the step of the model, Keras's or the script's.
         sums: which of the numbers of the step are sums over the samples.
         checksum: of the batches since the ranks last compared them.
         batches_from_root: rank 0's batches are sent to all ranks.

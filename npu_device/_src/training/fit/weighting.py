@@ -1,7 +1,7 @@
 """Optimizers in a step of a replicated model: they sum gradients over the ranks, each rank's times its fraction of
 the samples.
 
-The factor is that of the loss or of the gradients, never of both:
+The loss gets the factor, or the gradients do, never both:
 
 - Keras's own step: ``scale_loss`` or ``minimize`` multiplies the loss, which costs nothing.
 - A custom step, written by the script: its gradients are multiplied when the optimizer reduces them.

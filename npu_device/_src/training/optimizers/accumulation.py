@@ -65,7 +65,7 @@ def accumulate(
         contributions: of this rank; their mean over the ranks is the gradient of one process.
         variables: one for each contribution.
         reduce: returns the mean of gradients over the ranks; given owners, each rank gets its own.
-        gather_rows: returns the numbers of rows of all ranks, given those of this one.
+        gather_rows: returns the numbers of rows of all ranks, given this rank's.
         waits_for_update: by the id of a variable, whether its gradients are reduced in the update only. Kept here.
         owners: which rank of the group updates each variable; by default each rank updates all.
         rank: this rank in the group. Keras gets the gradients of its variables only, and those of others are added up

@@ -191,7 +191,7 @@ class DividedUpdate:
         reduce: Callable[[list[int]], Sequence[Gradient]],
         is_update: tf.Tensor | None = None,
     ) -> Any:
-        """Reduce gradients to the owners of the variables, update those of this rank, and send their values.
+        """Reduce gradients to the owners of the variables, update this rank's variables, and send their values.
 
         Args:
             apply: the method of the optimizer's class, given gradients and variables.

@@ -2,9 +2,9 @@
 owner answers.
 
 No rank makes the next update before all ranks join its reduction. So between two updates of a rank, the owners of all
-slots have made the same number of updates, or are about to end the last one. What a rank assigns to a slot of another
-one is given to its owner at once, which takes it in the next update: the script of the owner may assign the same, or an
-own value.
+slots have made the same number of updates, or are about to end the last of them. What a rank assigns to a slot of
+another one is given to its owner at once, which uses it in the next update: the script of the owner may assign the
+same, or an own value.
 """
 
 from __future__ import annotations
@@ -336,7 +336,7 @@ class SlotExchange:
         return optimizer_id
 
     def forget_unused(self, optimizer_id: int) -> None:
-        """Free the slots of optimizers that are gone, when all ranks of a group begin to use the one of an id: by
+        """Free the slots of optimizers that are gone, when all ranks of a group begin to use the optimizer of an id: by
         then, they are gone on each of them.
         """
         for old_id, user in list(self._users.items()):

@@ -95,8 +95,8 @@ def different_start(
 def drifted(
     job: Job, name: str, names: Sequence[str], earlier: Sequence[int], latest: Sequence[int]
 ) -> str | None:
-    """Post checksums of variables; on the last rank, return a text about those that were equal earlier and differ in
-    the latest ones, if any do.
+    """Post checksums of variables; on the last rank, return a text about variables that were equal earlier and differ
+    in the latest ones, if any do.
     """
     rows = _rows_of_all(job, name, names, (latest, earlier))
     # Variables that differed earlier were reported then.

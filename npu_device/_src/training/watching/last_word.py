@@ -1,6 +1,6 @@
 """The last word, at the end of a job: are the variables that were made equal on all ranks still equal?
 
-No rank waits for another: each posts its checksums when it leaves, and the last one compares. Trainable variables and
+No rank waits for another: each posts its checksums when it leaves, and the last rank compares. Trainable variables and
 the state of optimizers that differ are a warning. Others, such as the moving statistics of batch normalisation in
 loops of one's own, are listed as information.
 """

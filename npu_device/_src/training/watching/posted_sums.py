@@ -111,8 +111,8 @@ class PostedSums:
     def _post(
         self, watched: WatchedOptimizer, signature: str, step: int, sums: Sums
     ) -> dict[int, list[Post]]:
-        """Post the sums of the first step with those of earlier optimizers like this one: another rank may be behind by
-        one. Return what all ranks have posted.
+        """Post the sums of the first step with the sums of earlier optimizers like this one: another rank may be
+        behind by one. Return what all ranks have posted.
         """
         posts = self._posts.setdefault(signature, deque(maxlen=_MOST_POSTS))
         # Zeros or infinities are the same on all ranks, and tell nothing.

@@ -35,7 +35,7 @@ class Pair(NamedTuple):
 def pair_of(
     gradients: Sequence[Gradient], reduced: Sequence[Gradient], reduction: str, size: int
 ) -> Pair | None:
-    """Return one of some gradients to compare with its reduction: among those of a moderate size the last one, which
+    """Return one of some gradients to compare with its reduction: the last one of a moderate size, which
     backward produces first; else the smallest.
     """
     candidates = []

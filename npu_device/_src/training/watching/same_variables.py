@@ -33,7 +33,7 @@ _TAPE = "gradient_tape/"  # prefix of the name of the operation that a gradient 
 def make_equal(
     world: World, variables: Sequence, keeps_order: bool = True, level: int = logging.WARNING
 ) -> bool:
-    """Compare variables before the first step; where they differ, overwrite them with those of the group's first rank.
+    """Compare variables before the first step; where they differ, overwrite them with the values of the first rank.
 
     Return False while they have no values: they were made in the trace that goes on. Usually TensorFlow then gives them
     values and traces again, when the caller can compare them.

@@ -51,8 +51,8 @@ class Schedule:
     def step(self, look: Callable[[Any], Any]) -> None:
         """Count a step, now or when the graph that is built runs, and look if it is time.
 
-        ``look`` takes the number of the step, an integer or a tensor (int64, shape []), and returns that of the step in
-        which to look next. In a graph it builds a branch.
+        ``look`` takes the number of the step, an integer or a tensor (int64, shape []), and returns the number
+        of the step in which to look next. In a graph it builds a branch.
         """
         if tf.executing_eagerly():
             is_due = self.is_due()

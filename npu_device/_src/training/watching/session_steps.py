@@ -1,6 +1,6 @@
 """Compares the variables of sessions of TensorFlow 1 while they train: before the first step, and after some others.
 
-The ranks post checksums, and none waits for another: the last one warns. ``session_ends`` compares at the end.
+The ranks post checksums, and none waits for another: the last rank warns. ``session_ends`` compares at the end.
 """
 
 from __future__ import annotations

@@ -49,10 +49,10 @@ def optimizers(model: Any) -> list:
 
 
 def metrics(model: Any) -> list:
-    """Return the metrics that the steps of a model can reach: those that Keras lists, and then any others.
+    """Return the metrics that the steps of a model can reach: first what Keras lists, then any others.
 
     Keras doesn't list what a ``metrics`` property leaves out, what nested models have in Keras 3, and what isn't an
-    attribute. A metric inside another one is left out: that one updates it.
+    attribute. A metric inside another one is left out: the outer metric updates it.
     """
     found = compat.metrics_of(model)
     for node in reachable(model, in_metrics=False):

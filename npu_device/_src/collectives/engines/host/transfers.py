@@ -62,7 +62,7 @@ class PairTransfer:
 
 
 class PairQueue:
-    """The sends and receives of two ranks, with all tags of a group, as ``queue.HostQueue`` has those of a group.
+    """The sends and receives of two ranks, with all tags of a group; ``queue.HostQueue`` has the other transfers.
 
     Attributes:
         idle: open connections without a transfer, by stream, in the order of their last use.
