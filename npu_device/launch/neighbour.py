@@ -1,4 +1,4 @@
-"""Copies in memory between hosts: this host sends its copies to the npurun of one host, and gets copies from another one.
+"""Copies in memory between hosts: this host sends its copies to the npurun of one host, and gets the copies of another.
 
 For each copy, the other side gets the header, answers which records it lacks, and gets their bytes. What a host sends
 is kept by its neighbour when it is lost.
