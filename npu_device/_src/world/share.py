@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 ROWS = "npu_device_rows"
-"""Key of the tag in a batch that is divided already: how many samples count, and a mark; see ``divided.with_tag``."""
+"""Key of the tag in a batch of a rank's own data: how many samples count, and a mark; see ``divided.with_tag``."""
 
 Number = Union[int, tf.Tensor]
 
@@ -129,23 +129,24 @@ def _joined(*leaves: Any) -> Any:
 
 
 def tag_of(batch: Any) -> Any:
-    """Return the tag of a batch that is divided already, int64 of shape [2]; see ``divided.with_tag``."""
+    """Return the tag of a tagged batch, int64 of shape [2]; see ``divided.with_tag``."""
     if isinstance(batch, (tuple, list)):
         batch = batch[0]
     return batch[ROWS]
 
 
 def count_of(batch: Any) -> Any:
-    """Return how many samples count in a batch that is divided already, int64 of shape []."""
+    """Return how many samples count in a tagged batch, int64 of shape []."""
     return tag_of(batch)[0]
 
 
 def mark_of(batch: Any) -> Any:
-    """Return the mark of a batch that is divided already, int64 of shape []; 0 without one."""
+    """Return the mark of a tagged batch, int64 of shape []; 0 without one."""
     return tag_of(batch)[1]
 
 
-def is_divided(batch: Any) -> bool:
+def is_tagged(batch: Any) -> bool:
+    """Return whether a batch is from a rank's own data, not to be cut into shares."""
     if isinstance(batch, (tuple, list)) and batch:
         batch = batch[0]
     return isinstance(batch, dict) and ROWS in batch
@@ -153,7 +154,7 @@ def is_divided(batch: Any) -> bool:
 
 def content(batch: Any) -> Any:
     """Return a batch in the form that the step of the model gets."""
-    if not is_divided(batch):
+    if not is_tagged(batch):
         return batch
     if isinstance(batch, dict):
         return batch["x"]
@@ -189,7 +190,7 @@ def require_units(batch: Any, size: int) -> None:
 
 
 def shapes_of(batch: Any) -> str:
-    """Return the tensors of a batch that are divided, by name, with their shapes, one a line."""
+    """Return the tensors of a batch that are cut, by name, with their shapes, one a line."""
     return "\n".join(
         f"  data{name}: shape {tuple(tf.TensorShape(leaf.shape))}"
         for name, leaf in named_leaves("", batch)

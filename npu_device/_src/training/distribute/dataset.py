@@ -120,18 +120,18 @@ class _DivisionCount:
 def _compare_shuffles(job: Job, dataset: Any) -> None:
     """Warn if a dataset is shuffled in another order on each rank. No rank waits: the last one compares."""
     seeds = compat.shuffle_seeds(dataset)
-    divided = job.component_or_new(_DivisionCount)
-    divided.count += 1
+    divisions = job.component_or_new(_DivisionCount)
+    divisions.count += 1
     # Without a seed, TensorFlow draws one on each rank.
     if any(set(pair) == {0} for pair in seeds):
         if job.cluster.rank == 0:
             _log.warning(_TEXT, "without a seed", "")
         return
     # Seeds that come from tensors can't be compared.
-    if divided.count > _SEEDS_COMPARED or any(None in pair for pair in seeds):
+    if divisions.count > _SEEDS_COMPARED or any(None in pair for pair in seeds):
         return
     try:
-        name = f"shuffled before division {divided.count}"
+        name = f"shuffled before division {divisions.count}"
         answers = job.control.post(name, [list(pair) for pair in seeds])
     except ClusterError:
         # The next collective raises the error of a lost rank.

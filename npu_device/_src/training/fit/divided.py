@@ -50,7 +50,7 @@ _TELL_SECONDS = 10  # between two lines about a long count
 _SETTINGS = ("workers", "use_multiprocessing", "max_queue_size")
 
 
-class Divided:
+class OwnData:
     """The dataset that ``divided`` returns on several ranks: the batches of this rank."""
 
     def __init__(self, dataset: tf.data.Dataset) -> None:
@@ -87,12 +87,12 @@ def divided(dataset: Any) -> Any:
         )
     if world_unless_child() is None:
         return dataset
-    return Divided(dataset)
+    return OwnData(dataset)
 
 
-def with_equal_length(world: World, divided_data: Divided) -> tf.data.Dataset:
+def with_equal_length(world: World, own_data: OwnData) -> tf.data.Dataset:
     """Return a dataset with the same number of batches on every rank; samples of the added batches don't count."""
-    dataset = divided_data.dataset
+    dataset = own_data.dataset
     length = int(dataset.cardinality())
     if length == tf.data.UNKNOWN_CARDINALITY:
         # The dataset of a generator, for instance, has no length: only counting tells.
@@ -229,7 +229,7 @@ def _require_same_rows(world: World, batch: Any, rows: Any, begin: int, end: int
         )
 
 
-class Pipeline(Divided):
+class Pipeline(OwnData):
     """The batches of ``pipeline`` on several ranks; pass it to ``fit`` of a replicated model, or iterate over it.
 
     ``cache``, ``prefetch``, ``repeat``, ``skip`` and ``take`` act on whole batches, and return a pipeline again. What

@@ -7,14 +7,14 @@ from typing import Any, Callable, Optional
 from npu_device._src import compat, environment
 from npu_device._src.collectives.engine_text import say
 from npu_device._src.training.fit import first_step, randomness, sources, start
-from npu_device._src.training.fit.divided import Divided
+from npu_device._src.training.fit.divided import OwnData
 from npu_device._src.training.fit.model_objects import objects_of
 from npu_device._src.training.fit.randomness import RandomNumbers
 from npu_device._src.training.fit.replica_state import ReplicaState
 from npu_device._src.training.fit.step import divide
 from npu_device._src.training.fit.step_context import StepContext
 from npu_device._src.training.watching import training_state
-from npu_device._src.world.share import Share, content, is_divided, mark_of, require_units, rows_of
+from npu_device._src.world.share import Share, content, is_tagged, mark_of, require_units, rows_of
 
 _TRACED = (
     "Likely cause: the model runs eagerly, but is traced once before its first step, to make its variables, and traced "
@@ -118,7 +118,7 @@ class Function(StepContext):
         is_iterator = not isinstance(batches, list)
         if is_iterator:
             pulled = sources.pull(batches, compat.steps_per_call(self.model))
-        self.has_own_data = bool(pulled) and is_divided(pulled[0])
+        self.has_own_data = bool(pulled) and is_tagged(pulled[0])
         if pulled:
             if not self.has_own_data and environment.NPU_DEVICE_DIVISION.get() == "alike":
                 require_units(pulled[0], self.world.size)
@@ -142,7 +142,7 @@ class Function(StepContext):
         return batches
 
     def _rows_of_first(self, pulled: list) -> int | None:
-        """Return the number of samples in the first batch; None of divided data, of which each rank knows its own."""
+        """Return the number of samples in the first batch; None of own data, of which each rank knows its own."""
         if self.has_own_data:
             return None
         if not pulled:
@@ -155,7 +155,7 @@ class Function(StepContext):
             checksum = start.full_checksum(pulled)
             is_same = sources.same_everywhere(self.world, self.source, checksum, rows)
             self.take_batches_from_root(not is_same)
-        elif type(self.source) is Divided:
+        elif type(self.source) is OwnData:
             # A rank may have any rows of its own, but not the same rows as all others.
             sources.warn_if_all_the_same(self.world, start.full_checksum(pulled))
         else:

@@ -40,7 +40,7 @@ from typing import Any, Callable
 from npu_device._src import compat
 from npu_device._src.training.distribute.variables import require_no_strategy
 from npu_device._src.training.fit import files, shared_data, start
-from npu_device._src.training.fit.divided import Divided, Pipeline, rows_of_rank, with_equal_length
+from npu_device._src.training.fit.divided import OwnData, Pipeline, rows_of_rank, with_equal_length
 from npu_device._src.training.fit.function import Function
 from npu_device._src.training.fit.replica_state import ReplicaState
 from npu_device._src.training.fit.sources import modes_that_differ
@@ -174,14 +174,14 @@ class Replica:
         The ``fit`` compares the batches itself, at the end of an epoch.
         """
         before = function.is_first_call, function.has_own_data
-        is_divided = arguments.get("x") is not function.source
-        if is_divided:
+        has_own_data = arguments.get("x") is not function.source
+        if has_own_data:
             # Where each rank has its part, a difference is an error, but not in the batches before.
             self._compare_batches()
             function.has_own_data = True
         try:
             returned = arguments.call()
-            if is_divided:
+            if has_own_data:
                 self._compare_batches()
         finally:
             function.source = source
@@ -197,7 +197,7 @@ class Replica:
         function.source = arguments.get("x")
         if function is not self.predict:
             self._set_data(arguments, "x")
-        elif isinstance(function.source, Divided):
+        elif isinstance(function.source, OwnData):
             raise TypeError(
                 "predict gives the results of the whole data, in their order, and takes them whole; found data of "
                 "npu.distribute.divided or pipeline.\nWhat to do: pass all of the data on every rank."
@@ -212,7 +212,7 @@ class Replica:
         sequence = compat.keras_of(self.model).utils.Sequence
         if isinstance(source, Pipeline):
             arguments.set(name, source.for_keras)
-        elif isinstance(source, Divided):
+        elif isinstance(source, OwnData):
             arguments.set(name, with_equal_length(self.world, source))
         elif isinstance(source, sequence) and callable(getattr(source, "rows", None)):
             arguments.set(name, rows_of_rank(self.world, self.model, source))

@@ -48,7 +48,7 @@ class ReplicaState:
                 replicate_optimizer(optimizer, self.world, self.shard_optimizer)
 
     def report(self, rows: int | None, checked: str) -> None:
-        """Print the statement at the start, once; ``rows`` are those of the first batch, None of divided data."""
+        """Print the statement at the start, once; ``rows`` are those of the first batch, None of own data."""
         if self._is_reported:
             return
         self._is_reported = True

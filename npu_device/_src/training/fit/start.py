@@ -116,7 +116,7 @@ def full_checksum(batch: Any) -> int:
 def statement(
     world: World, model: Any, rows: int | None, steps: int | None, checked: str
 ) -> list[str]:
-    """Return the message; ``rows`` are those of the first batch, None of divided data; ``steps`` those of an epoch."""
+    """Return the message; ``rows`` are those of the first batch, None of own data; ``steps`` those of an epoch."""
     hosts = Counter(world.job.cluster.hosts)
     places = ", ".join(f"{count} on {host}" for host, count in hosts.items())
     steps_in_words = "unknown"

@@ -31,7 +31,7 @@ from npu_device._src.world.share import (
     Share,
     content,
     count_of,
-    is_divided,
+    is_tagged,
     mark_of,
     share_of_batch,
 )
@@ -61,10 +61,10 @@ def train_or_test_step(context: StepContext) -> Callable[[Any], Any]:
             return own_step(data)
         batch = _batch_to_use(context, data)
         share = divide(context.world, batch)
-        with _step_on(context, share) as divided_step:
+        with _step_on(context, share) as step_on_share:
             # The optimizers in the step reduce the gradients.
             logs = own_step(share.data)
-        return divided_step.results_of_all(logs)
+        return step_on_share.results_of_all(logs)
 
     return step
 
@@ -91,7 +91,7 @@ def predict_step(context: StepContext) -> Callable[[Any], Any]:
 @compat.do_not_convert
 def _batch_to_use(context: StepContext, batch: Any) -> Any:
     """Return the batch to work on: rank 0's, if the ranks' differ; else it is counted in their checksum."""
-    if is_divided(batch):
+    if is_tagged(batch):
         # 0 for ``divided``, whose ranks read different rows: there is nothing to compare.
         context.checksum.add(mark_of(batch))
         return batch
@@ -142,8 +142,8 @@ def _broadcast_as_bytes(world: World, tensor: Any) -> Any:
 
 @compat.do_not_convert
 def divide(world: World, batch: Any) -> Share:
-    """Return the share of this rank in a batch, which may be divided already."""
-    if is_divided(batch):
+    """Return the share of this rank in a batch, which may be tagged."""
+    if is_tagged(batch):
         rows = tf.cast(count_of(batch), tf.int32)
         return Share(content(batch), rows, world.sum_over_ranks(rows))
     division = environment.NPU_DEVICE_DIVISION.get()

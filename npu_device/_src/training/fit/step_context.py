@@ -29,7 +29,7 @@ class StepContext:
         checksum: of the batches since the ranks last compared them.
         batches_from_root: rank 0's batches are sent to all ranks.
         has_own_data: each rank reads its own rows: ``divided``, a pipeline, a Sequence with ``rows``. The
-            batches have tags (``share.is_divided``).
+            batches have tags (``share.is_tagged``).
         predicts_rows: by the type of a batch, whether all outputs of ``predict`` have rows for the samples.
         after_draws: called with the random numbers that a step has drawn, and its share.
     """

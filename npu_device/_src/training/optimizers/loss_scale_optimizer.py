@@ -139,14 +139,14 @@ def NpuExperimentalLossScaleOptimizer(optimizer: Any, loss_scale: Any) -> Any:
 def unscaled(gradient: Any, scale: tf.Tensor) -> Any:
     """Return a gradient divided by the scale; a tensor, ``tf.IndexedSlices`` or None."""
 
-    def divided(values: tf.Tensor) -> tf.Tensor:
+    def quotient(values: tf.Tensor) -> tf.Tensor:
         dtype = values.dtype
         # In float16, a scale above 65504 is infinite, and the gradient would become 0.
         if dtype.size < tf.float32.size:
             dtype = tf.float32
         return tf.cast(tf.cast(values, dtype) / tf.cast(scale, dtype), values.dtype)
 
-    return with_values(gradient, divided)
+    return with_values(gradient, quotient)
 
 
 def on_all_ranks(finite: tf.Tensor) -> tf.Tensor:
