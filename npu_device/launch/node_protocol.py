@@ -198,7 +198,7 @@ def _checked(content: Any, form: str) -> Any:
     # JSON writes a float without a fraction as an integer.
     if name != form and (name, form) != ("int", "float"):
         raise frames.FrameError(f"{name} instead of {form}")
-    # Compared in this way, NaN is refused, too.
+    # This comparison refuses NaN, too.
     if name in ("int", "float") and not abs(content) < _LARGEST:
         raise frames.FrameError("too large a number")
     return content

@@ -60,7 +60,7 @@ class Hello:
             raise ValueError("no such world size")
         if fields["rank"] is not None and not 0 <= fields["rank"] < fields["world_size"]:
             raise ValueError("no such rank")
-        # Written so that NaN is refused, too.
+        # This comparison refuses NaN, too.
         if not 0 <= fields["seconds"] <= LONGEST_WAIT_SECONDS:
             raise ValueError("no such time")
         if not all(map(_is_process, fields["ancestors"])):

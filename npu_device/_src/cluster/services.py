@@ -358,7 +358,7 @@ _HANDLERS: dict[str, Callable[[Services, _Request, Message], None]] = {
 
 def _seconds_of(message: Message) -> float:
     seconds = float(message["seconds"])
-    # Written as a chain, which refuses NaN, too.
+    # The chain refuses NaN, too.
     if not -1.0 <= seconds <= LONGEST_REQUEST_SECONDS:
         raise ValueError("no such time")
     return seconds

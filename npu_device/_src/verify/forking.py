@@ -88,7 +88,7 @@ class ForkingProcess(ABC):
         type(os.environ).__getitem__ = self._read_variable  # type: ignore[method-assign]
         sys.stdout.flush()
         sys.stderr.flush()
-        # Kept, since Python sets its random state anew in every fork.
+        # Every fork gets this state again, for which Python would set a new one.
         random_state = random.getstate()
         # The ranks of a run start together, since they need each other. Runs follow one another, since they would
         # compete for memory, and since ranks read what the single process has recorded.
@@ -161,7 +161,7 @@ def _end_all(pids: Sequence[int]) -> None:
 
 def run_script(forking: ForkingProcess, words: Sequence[str]) -> None:
     """Run a script, of which these are path and arguments, in a process that forks."""
-    # Kept, since this changes in a process that becomes another one.
+    # ``current`` changes in a process that becomes another one.
     start = forking.current
     sys.argv = list(words)
     # Seeded before the script runs, so that all processes draw alike also where it sets no seed.

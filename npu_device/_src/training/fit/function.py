@@ -111,7 +111,7 @@ class Function(StepContext):
         and the first step is checked with variables that are equal by then.
         """
         is_training = self.mode == "train"
-        # Taken to drop what an interrupted call has left.
+        # An interrupted call may have left a checksum.
         self.checksum.pop()
         pulled = batches
         # Keras 3 hands lists to its function for predictions.

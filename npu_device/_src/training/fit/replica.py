@@ -113,7 +113,7 @@ class Replica:
             arguments.set("callbacks", callbacks)
             # The statement at the start gets the number of steps from them.
             self.state.callbacks = callbacks
-            # Taken before Keras draws the order in which it shuffles.
+            # The state is set before Keras draws the order in which it shuffles.
             start.take_random_state_of_root(self.world)
             if are_shared:
                 shared_data.pass_as_batches(self.world, self.model, arguments)
@@ -445,7 +445,7 @@ def _is_one_of(names: Sequence[str], callback: Any, keras: Any) -> bool:
 
 
 def _require_equal_rates(world: World, rates: Sequence[list[float]]) -> None:
-    # Compared as texts, in which NaN equals NaN.
+    # In the texts, NaN equals NaN.
     if len(set(map(repr, rates))) == 1:
         return
     lines = world.lines(", ".join(f"{rate:g}" for rate in rates_of_rank) for rates_of_rank in rates)

@@ -16,7 +16,7 @@ from npu_device._src.world.share import Share
 def _ignore(numbers: RandomNumbers, share: Share) -> None: ...
 
 
-# Compared by identity, as Keras tells functions apart.
+# Contexts are compared by identity, as Keras tells functions apart.
 @dataclass(eq=False)
 class StepContext:
     """What surrounds the steps of one mode.

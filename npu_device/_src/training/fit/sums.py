@@ -115,8 +115,8 @@ def checked_step(context: StepContext, samples: Samples, is_repeated: bool) -> C
         if not losses <= added_names:
             added_names |= losses
             continue
-        # Compared anew, since once an optimizer sums, its gradients count as they are, and the others may look
-        # different.
+        # Once an optimizer sums, its gradients count as they are, and the others may look different. So all are
+        # compared again.
         gradients = findings.compared_gradients(dry_step, runs)
         are_sums = findings.sums_of_optimizers(gradients)
         optimizers = {

@@ -185,7 +185,7 @@ class GradientReducer:
 
     def begin(self, optimizer: Any, variables: Iterable) -> None:
         """Make variables equal on all ranks before the first step that trains them."""
-        # Compared until they are equal; later differences are found by audits.
+        # Variables are compared until they are equal; audits find later differences.
         variables = list(variables)
         new = self._compared.others(variables)
         if not new or not can_compare():
@@ -198,11 +198,11 @@ class GradientReducer:
             if not tf.executing_eagerly():
                 # Slots that are made later would be made amid the step, where TensorFlow can't give them values first.
                 _build(optimizer, keras, variables)
-            # Those that the optimizer trains later take part in the loss now.
+            # Variables that the optimizer trains later take part in the loss now.
             new = self._compared.others(
                 unique([*variables, *compat.variables_to_update(optimizer)])
             )
-        # Compared in their order: the names of an optimizer's variables may have other numbers on each rank.
+        # States are compared in their order: their names may have different numbers on each rank.
         states = self._compared.others(unique(compat.optimizer_variables(optimizer, variables)))
         self._has_compared = make_equal(self._world, new, level=level)
         if self._has_compared and make_equal(self._world, states, level=level):

@@ -41,7 +41,7 @@ def make_equal(
     mode = environment.NPU_DEVICE_UNEQUAL_START.get()
     if mode == "ignore" or not can_compare():
         return True
-    # Compared now, also if a function is being traced.
+    # The ranks compare now, also if a function is being traced.
     with tf.init_scope():
         are_set = world.objects(all(map(_has_value, variables)), "which variables have values")
         unset_ranks = [rank for rank, is_set in zip(world.group.ranks, are_set) if not is_set]
