@@ -42,7 +42,7 @@ class Neighbour:
     ) -> None:
         # A slot has the header that it was last asked for: each thread has objects of its own.
         self._slots_of_sender = [Slot(slot.descriptor) for slot in memory.slots]
-        self._slots_of_taker = [Slot(slot.descriptor) for slot in memory.slots]
+        self._slots_of_receiver = [Slot(slot.descriptor) for slot in memory.slots]
         self._received = memory.received
         self._secret = secret + _OF_COPIES
         self._say = say
@@ -170,9 +170,9 @@ class Neighbour:
         deadline = time.monotonic() + COPY_END_SECONDS
         while True:
             copied = [
-                slot for slot in self._slots_of_taker if slot.load_header() and slot.key == key
+                slot for slot in self._slots_of_receiver if slot.load_header() and slot.key == key
             ]
-            if len(copied) >= len(self._slots_of_taker) // SLOTS or time.monotonic() > deadline:
+            if len(copied) >= len(self._slots_of_receiver) // SLOTS or time.monotonic() > deadline:
                 return {identity(span.record) for slot in copied for span in slot.spans()}
             time.sleep(COPY_LOOK_SECONDS)
 

@@ -191,9 +191,9 @@ def _checked(content: Any, form: str) -> Any:
         return None
     if form == "Failure":
         return _message(Failure, content)
-    members = re.fullmatch(r"Sequence\[(.*)\]", form)
-    if members and isinstance(content, list):
-        return [_checked(member, members[1]) for member in content]
+    inner_types = re.fullmatch(r"Sequence\[(.*)\]", form)
+    if inner_types and isinstance(content, list):
+        return [_checked(inner, inner_types[1]) for inner in content]
     name = type(content).__name__
     # JSON writes a float without a fraction as an integer.
     if name != form and (name, form) != ("int", "float"):

@@ -1,4 +1,4 @@
-"""Start and stop of the device in Ascend's spelling."""
+"""Start, stop and modes of the device, in Ascend's spelling."""
 
 from npu_device._src.no_effect.modes import (
     is_inf_nan_enabled as is_inf_nan_enabled,

@@ -1,4 +1,4 @@
-"""Iterations per loop, and settings of a script for the NPU compiler."""
+"""Iterations per loop, the number of ranks, and settings of a script for the NPU compiler."""
 
 from npu_device._src.membership.schemes import world_size_from_environment as get_ranksize
 from npu_device._src.tf1.hooks import IterationPerLoop, set_iteration_per_loop

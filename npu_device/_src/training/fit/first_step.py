@@ -92,7 +92,7 @@ def check(context: StepContext, batch: Any) -> str:
     return statement
 
 
-def look_for_sums(context: StepContext, batch: Any) -> str:
+def find_sums(context: StepContext, batch: Any) -> str:
     """Find out on all ranks which numbers of a test step are sums over the samples; return what to remember."""
     sums: IsSum = {}
     is_off = environment.NPU_DEVICE_FIRST_STEP_CHECK.get() == "off"

@@ -136,7 +136,7 @@ class Function(StepContext):
                 self._outcome_of_check = first_step.check(self, content(pulled[0]))
             self._state.report(rows, self._outcome_of_check)
         elif self.mode == "test" and pulled and not self._outcome_of_check:
-            self._outcome_of_check = first_step.look_for_sums(self, content(pulled[0]))
+            self._outcome_of_check = first_step.find_sums(self, content(pulled[0]))
         if is_iterator:
             return sources.with_put_back(batches, pulled)
         return batches
@@ -154,7 +154,7 @@ class Function(StepContext):
         if not self.has_own_data:
             checksum = start.full_checksum(pulled)
             is_same = sources.same_everywhere(self.world, self.source, checksum, rows)
-            self.take_batches_from_root(not is_same)
+            self.set_batches_from_root(not is_same)
         elif type(self.source) is OwnData:
             # A rank may have any rows of its own, but not the same rows as all others.
             sources.warn_if_all_the_same(self.world, start.full_checksum(pulled))
@@ -162,7 +162,7 @@ class Function(StepContext):
             # A pipeline marks the batches from which the ranks take their rows.
             sources.require_same_mark(self.world, int(mark_of(pulled[0])))
 
-    def take_batches_from_root(self, is_on: bool) -> None:
+    def set_batches_from_root(self, is_on: bool) -> None:
         """Let the batches of rank 0 be sent to all ranks from now on, or not any more, with a new function of Keras:
         the traced one has this setting in it. The batch that was taken already is sent, too.
         """

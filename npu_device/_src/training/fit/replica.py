@@ -114,7 +114,7 @@ class Replica:
             # The statement at the start gets the number of steps from them.
             self.state.callbacks = callbacks
             # The state is set before Keras draws the order in which it shuffles.
-            start.take_random_state_of_root(self.world)
+            start.set_random_state_from_root(self.world)
             if are_shared:
                 shared_data.pass_as_batches(self.world, self.model, arguments)
             self.train.is_first_call = True
@@ -223,7 +223,7 @@ class Replica:
         checksums = {mode: function.checksum.pop() for mode, function in functions.items()}
         own_data = [mode for mode, function in functions.items() if function.has_own_data]
         for mode in modes_that_differ(self.world, checksums, self.state.in_fit, own_data):
-            functions[mode].take_batches_from_root(True)
+            functions[mode].set_batches_from_root(True)
 
 
 def replica_of(model: Any) -> Replica | None:

@@ -24,7 +24,7 @@ from npu_device._src.world.share import without_optional
 from npu_device._src.world.world import World
 
 
-def take_random_state_of_root(world: World) -> None:
+def set_random_state_from_root(world: World) -> None:
     """Set the random states of all ranks to those of rank 0: Python's, numpy's and TensorFlow's."""
     # If TensorFlow has no seed, one is set, so that Keras shuffles in the same order on all ranks.
     if world.is_main and compat.random_state()[0] is None:
