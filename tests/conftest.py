@@ -174,14 +174,16 @@ def _variants(items: list[pytest.Item]) -> list[list[list[pytest.Item]]]:
 
 def _in_turns(variants: list[list[pytest.Item]], is_quick: bool) -> list[pytest.Item]:
     """Return which items of a test to run: each variant with the combination whose turn it is, and a single one twice
-    if there are two Kerases or backends, or one process. Each test begins elsewhere.
+    if there are two Kerases or backends, or one process, unless it is marked ``once``. Each test begins elsewhere.
     """
     if is_quick:
         return [_nearest(variants[0], 2, "3", BACKENDS[0])]
     ways = {(size == 1, keras, backend) for size, keras, backend in map(_combination, variants[0])}
+    is_once = variants[0][0].get_closest_marker("once") is not None
+    least = 1 if is_once else min(2, len(ways))
     first = zlib.crc32(variants[0][0].nodeid.partition("[")[0].encode())
     chosen = []
-    for number in range(max(len(variants), min(2, len(ways)))):
+    for number in range(max(len(variants), least)):
         size, place = _TURNS[(first + number) % len(_TURNS)]
         variant = variants[number % len(variants)]
         chosen.append(_nearest(variant, size, KERAS[place], BACKENDS[place % len(BACKENDS)]))

@@ -161,7 +161,7 @@ TABLES = [6, 60]
 
 @pytest.mark.parametrize(
     ("dense_steps", "table_rows", "mode"),
-    combinations(["0, 1", "1", "2", "1, 2"], TABLES, MODES),
+    combinations(["0, 1", "1", "2", "1, 2"], TABLES, MODES, usual=3),
 )
 def test_a_gradient_that_is_dense_in_some_steps(
     several_keras_ranks: Pool, dense_steps: str, table_rows: int, mode: str
@@ -208,7 +208,7 @@ def body_fit(kind: str) -> Any:
     "kind",
     [
         "momentum, weights",
-        "clipped, eager",
+        pytest.param("clipped, eager", marks=pytest.mark.full),
         pytest.param("averaged, two steps", marks=pytest.mark.full),
         "scaled, own step",
         pytest.param("Keras's loss scale, weights", marks=pytest.mark.full),

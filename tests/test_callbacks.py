@@ -242,7 +242,8 @@ def test_variables_of_a_strategys_scope_and_npu_callbacks_append(keras_two_ranks
 
 # The model, its optimizer, and the ranks on which the model is built before fit.
 CASES = [
-    "functional-adam-nowhere",
+    # Its parts occur in others.
+    pytest.param("functional-adam-nowhere", marks=pytest.mark.full),
     "subclassed-ema-fresh",
     "gan-adam-root",
     "unbuilt-scaled-nowhere",

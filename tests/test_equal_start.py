@@ -381,6 +381,7 @@ def body_strategies() -> list[str]:
     return found
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_preprocessing_inside_a_model(keras_two_ranks: Pool, keras_single: Pool) -> None:
     compare(keras_two_ranks, keras_single, body_preprocessing)
@@ -394,7 +395,14 @@ DIFFERENT = {
 DIFFERENT |= {"table": "held", "constant": "held"}
 
 
-@pytest.mark.parametrize("kind", DIFFERENT)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "StringLookup",
+        pytest.param("Normalization", marks=pytest.mark.full),
+        *("Discretization", "table", "constant"),
+    ],
+)
 def test_a_difference_names_the_layer(keras_two_ranks: Pool, kind: str) -> None:
     how = ["fit", *["broadcast"] * (kind == "StringLookup" and keras_two_ranks.keras == "2")]
     for text in (text for one in how for text in keras_two_ranks.run(body_different, kind, one)):

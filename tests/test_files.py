@@ -12,6 +12,7 @@ from typing import Any
 
 import job
 import numpy as np
+import pytest
 import tensorflow as tf
 from caught_messages import error_of, warnings_of_package
 from pool import Pool
@@ -243,6 +244,7 @@ def test_the_next_line_reads_the_file(keras_two_ranks: Pool, tmp_path: Path) -> 
             assert (value, written) == (number, int(rank == 0)), (rank, name)
 
 
+@pytest.mark.once
 def test_ranks_that_save_more_often_than_others(several_keras_ranks: Pool, tmp_path: Path) -> None:
     for rank, found in enumerate(
         several_keras_ranks.run(body_other_numbers_of_saves, str(tmp_path))

@@ -249,7 +249,11 @@ def body_check(kind: str) -> tuple[str, str, list[str]]:
 
 
 @pytest.mark.parametrize(
-    "kind", ["noise", "gathered", "mean", "own noise", "own function", "clips reduced"]
+    "kind",
+    [
+        *("noise", "gathered", "mean", "clips reduced"),
+        *(pytest.param(kind, marks=pytest.mark.full) for kind in ("own noise", "own function")),
+    ],
 )
 def test_what_can_be_divided_is_checked(keras_two_ranks: Pool, kind: str) -> None:
     (error, statement, said), others = keras_two_ranks.run(body_check, kind)
@@ -272,6 +276,26 @@ def test_sums_over_the_samples_are_added_up(keras_two_ranks: Pool, kind: str) ->
     (error, statement, said), others = keras_two_ranks.run(body_check, kind)
     assert (error, said, others) == ("", [], ("", "", []))
     assert statement.startswith("checked: ") and statement.endswith(SUMS[kind])
+
+
+OTHERS_OF_A_KIND = (
+    "per sample, penalty on all weights",
+    "start by the batch",
+    "fixed size, local bank",
+    "pairs of any number",
+    "valid steps of words",
+    "few labels",
+)
+"""Steps of which another one is of the same kind."""
+
+
+def _marked(kind: str) -> Any:
+    marks = []
+    if kind in ("ragged", "optimizer that clips"):
+        marks.append(pytest.mark.only_keras("2"))
+    if kind in OTHERS_OF_A_KIND:
+        marks.append(pytest.mark.full)
+    return pytest.param(kind, marks=marks)
 
 
 ERRORS = {
@@ -311,7 +335,9 @@ ERRORS = {
 }
 
 
-@pytest.mark.parametrize("kind", [*ERRORS, "fixed size, local bank", "pairs of any number"])
+@pytest.mark.parametrize(
+    "kind", list(map(_marked, [*ERRORS, "fixed size, local bank", "pairs of any number"]))
+)
 def test_steps_that_are_trained_wrongly_are_errors_on_each_rank(
     keras_two_ranks: Pool, kind: str
 ) -> None:
@@ -354,11 +380,6 @@ WARNINGS = {
     ],
     "counter": ["seen", "count steps, not samples", "self.seen.assign_add("],
 }
-
-
-def _marked(kind: str) -> Any:
-    is_of_keras_2 = kind in ("ragged", "optimizer that clips")
-    return pytest.param(kind, marks=pytest.mark.only_keras("2") if is_of_keras_2 else [])
 
 
 @pytest.mark.parametrize("kind", list(map(_marked, WARNINGS)))

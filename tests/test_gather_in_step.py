@@ -86,7 +86,7 @@ def body_fit(kind: str) -> Any:
         "of all samples",
         "compiled",
         "eagerly",
-        "penalty",
+        pytest.param("penalty", marks=pytest.mark.full),
         "mixture",
         "accumulation",
     ],

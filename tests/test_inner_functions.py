@@ -188,18 +188,21 @@ def test_functions_in_a_step_train_like_one_process(
     compare(several_keras_ranks, keras_single, body_functions, kind)
 
 
+@pytest.mark.once
 def test_functions_return_the_numbers_of_all_samples(
     keras_two_ranks: Pool, keras_single: Pool
 ) -> None:
     compare(keras_two_ranks, keras_single, body_logs)
 
 
+@pytest.mark.once
 def test_what_xla_compiles_is_refused_and_nothing_is_traced_again(keras_two_ranks: Pool) -> None:
     for error, traces in keras_two_ranks.run(body_compiled_by_xla):
         assert "leave jit_compile out of tf.function" in error
         assert traces == 0
 
 
+@pytest.mark.once
 def test_python_functions_run_in_their_order(keras_two_ranks: Pool) -> None:
     assert keras_two_ranks.run(body_order) == [[1, 2], [1, 2]]
 

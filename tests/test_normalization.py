@@ -169,7 +169,7 @@ PARAMETERS = ["both", "scale", "center", "neither"]
 
 @pytest.mark.parametrize(
     ("found_by", "parameters", "mode"),
-    combinations(["wrapped before the model", *MADE_LATER], PARAMETERS, MODES, usual=10),
+    combinations(["wrapped before the model", *MADE_LATER], PARAMETERS, MODES, usual=6),
 )
 def test_a_layer_with_a_mask_that_is_made_later(
     several_keras_ranks: Pool, keras_single: Pool, found_by: str, parameters: str, mode: str

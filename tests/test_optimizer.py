@@ -141,7 +141,12 @@ def _fit_alone() -> Any:
 
 @pytest.mark.parametrize(
     ("steps_per_execution", "eagerly", "scaled"),
-    [(1, False, True), (2, False, False), (4, False, False), (1, True, False)],
+    [
+        (1, False, True),
+        (2, False, False),
+        pytest.param(4, False, False, marks=pytest.mark.full),
+        (1, True, False),
+    ],
 )
 def test_fit_equals_one_process(
     keras_ranks: Pool, steps_per_execution: int, eagerly: bool, scaled: bool

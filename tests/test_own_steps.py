@@ -552,7 +552,7 @@ KERAS_2, KERAS_3 = pytest.mark.only_keras("2"), pytest.mark.only_keras("3")
 @pytest.mark.parametrize(
     ("body", "kind"),
     [
-        (body_losses, "added alone"),
+        pytest.param(body_losses, "added alone", marks=pytest.mark.full),
         (body_losses, "not reduced"),
         pytest.param(body_losses, "activity", marks=KERAS_2),
         pytest.param(body_losses, "added, activity", marks=KERAS_3),
@@ -560,7 +560,7 @@ KERAS_2, KERAS_3 = pytest.mark.only_keras("2"), pytest.mark.only_keras("3")
         (body_optimizers, "optimizers"),
         pytest.param(body_optimizers, "legacy", marks=KERAS_2),
         pytest.param(body_parts_of_a_batch, "experts", marks=KERAS_3),
-        (body_parts_of_a_batch, "eager, a sum"),
+        pytest.param(body_parts_of_a_batch, "eager, a sum", marks=pytest.mark.full),
         pytest.param(body_parts_of_a_batch, "eager, metric built in a step", marks=KERAS_3),
         (body_sums, "values per sample"),
         pytest.param(body_sums, "two optimizers", marks=pytest.mark.full),
@@ -568,7 +568,7 @@ KERAS_2, KERAS_3 = pytest.mark.only_keras("2"), pytest.mark.only_keras("3")
         pytest.param(body_numbers, "numbers", marks=pytest.mark.full),
         pytest.param(body_unlisted_metrics, "keras2", marks=KERAS_2),
         pytest.param(body_unlisted_metrics, "keras3", marks=KERAS_3),
-        pytest.param(body_stateful, "keras2", marks=KERAS_2),
+        pytest.param(body_stateful, "keras2", marks=[KERAS_2, pytest.mark.full]),
         pytest.param(body_stateful, "keras3", marks=KERAS_3),
         (body_step, "a variable, and a part for testing only"),
         pytest.param(body_step, "synchronised, of another model", marks=pytest.mark.full),
@@ -580,6 +580,7 @@ def test_steps_of_the_script_train_like_one_process(
     compare(several_keras_ranks, keras_single, body, kind)
 
 
+@pytest.mark.once
 def test_numbers_that_are_neither_means_nor_sums_are_named(
     keras_two_ranks: Pool, keras_single: Pool
 ) -> None:
@@ -596,6 +597,7 @@ def test_a_step_in_float64_keeps_its_digits(several_keras_ranks: Pool, keras_sin
     compare(several_keras_ranks, keras_single, body_float64, tolerance=1e-13)
 
 
+@pytest.mark.once
 def test_a_class_with_a_fit_of_its_own(keras_two_ranks: Pool, tmp_path: Path) -> None:
     first, second = keras_two_ranks.run(body_own_fit, str(tmp_path))
     assert [(text.count("\n"), "val_loss" in text) for text in first] == [
@@ -603,6 +605,7 @@ def test_a_class_with_a_fit_of_its_own(keras_two_ranks: Pool, tmp_path: Path) ->
     ] * 2 and second == []
 
 
+@pytest.mark.once
 def test_first_axes_that_are_not_samples(keras_two_ranks: Pool) -> None:
     for error, divided in keras_two_ranks.run(body_first_axes):
         assert (
@@ -613,6 +616,7 @@ def test_first_axes_that_are_not_samples(keras_two_ranks: Pool) -> None:
         assert divided == ""
 
 
+@pytest.mark.once
 def test_the_division_of_0_1(keras_two_ranks: Pool) -> None:
     assert keras_two_ranks.run(body_old_division) == [(2, 2), (2, 2)]
 

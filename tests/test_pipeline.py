@@ -183,6 +183,7 @@ def body_in_callbacks(directory: str) -> Any:
     return outcome(model, history, scores=scores)
 
 
+@pytest.mark.once
 def test_callbacks_may_evaluate_and_only_rank_0_writes(
     keras_two_ranks: Pool, keras_single: Pool, tmp_path: Path
 ) -> None:
@@ -208,6 +209,7 @@ def body_slow_input() -> list[str]:
     return said
 
 
+@pytest.mark.once
 def test_input_that_takes_a_quarter_of_a_step_is_named_once(keras_two_ranks: Pool) -> None:
     [text], others = keras_two_ranks.run(body_slow_input)
     assert others == []

@@ -44,8 +44,8 @@ def body_recipe(name: str, directory: str = "") -> Any:
 @pytest.mark.parametrize(
     "name",
     [
-        *("batch_norm", "contrastive", "custom_loop", "data", "gan", "keras_fit", "memory_bank"),
-        "search",
+        *("batch_norm", "custom_loop", "keras_fit", "memory_bank", "search"),
+        *(pytest.param(name, marks=pytest.mark.full) for name in ("contrastive", "data", "gan")),
     ],
 )
 def test_a_recipe_is_trained_as_one_process(
@@ -59,9 +59,10 @@ def test_a_recipe_is_trained_as_one_process(
     )
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("name", "figure"),
-    [("resuming", "equal"), ("resuming_fit", "equal")],
+    [("resuming", "equal"), pytest.param("resuming_fit", "equal", marks=pytest.mark.full)],
 )
 def test_recipe_that_says_how_good_it_is(keras_two_ranks: Pool, name: str, figure: str) -> None:
     """Resumed trainings end with equal bits."""

@@ -15,7 +15,17 @@ from pool import Pool
 from rank_comparison import compare, same, same_bits
 
 
-@pytest.mark.parametrize("kind", ["functional", "own step", "subclassed", "unbuilt", "loaded"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "functional",
+        "own step",
+        # Those of test_further_trainings_equal_one_process are subclassed and unbuilt, too.
+        pytest.param("subclassed", marks=pytest.mark.full),
+        pytest.param("unbuilt", marks=pytest.mark.full),
+        "loaded",
+    ],
+)
 def test_fit_on_arrays_trains_as_one_process(
     several_keras_ranks: Pool, keras_single: Pool, kind: str, tmp_path: Path
 ) -> None:
@@ -26,11 +36,12 @@ def test_fit_on_arrays_trains_as_one_process(
     "kinds",
     [
         ("dataset", "endless dataset", "generator"),
-        ("sample weights", "weighted dataset", "sequence"),
+        ("sample weights", "sequence"),
+        pytest.param(("weighted dataset",), marks=pytest.mark.full),
         # Keras 2 refuses it on one process, too.
         pytest.param(("empty validation",), marks=pytest.mark.only_keras("3")),
     ],
-    ids=["datasets", "sequences", "nothing"],
+    ids=["datasets", "sequences", "weights", "nothing"],
 )
 def test_fit_on_each_kind_of_data_is_trained_like_one_process(
     keras_two_ranks: Pool, keras_single: Pool, kinds: tuple[str, ...]
@@ -49,7 +60,7 @@ def test_fit_on_each_kind_of_data_is_trained_like_one_process(
         "eagerly, sum",
         "words, average",
         "words, clipnorm",
-        "words, global_clipnorm",
+        pytest.param("words, global_clipnorm", marks=pytest.mark.full),
         pytest.param("words, clipvalue", marks=pytest.mark.full),
     ],
 )
@@ -103,11 +114,13 @@ def test_predict_returns_what_one_process_does(keras_two_ranks: Pool, keras_sing
         assert "output[kept] has no fixed number of rows" in error and "What to do: " in error
 
 
+@pytest.mark.once
 def test_the_callback_chooses_the_rank_that_sends(several_keras_ranks: Pool) -> None:
     results = several_keras_ranks.run(fit_step_bodies.body_from_another_rank)
     same_bits(results[-1][0], *(weights for _, weights in results))
 
 
+@pytest.mark.once
 def test_data_divided_by_the_script_trains_as_one_process(
     several_keras_ranks: Pool, keras_single: Pool
 ) -> None:
@@ -151,7 +164,13 @@ def test_other_data_on_each_rank_is_an_error(keras_two_ranks: Pool, kind: str) -
 
 @pytest.mark.parametrize(
     ("kind", "steps"),
-    [("train", 2), ("validation", 1), ("evaluate", 2), ("predict", 1), ("none", 2)],
+    [
+        ("train", 2),
+        ("validation", 1),
+        ("evaluate", 2),
+        pytest.param("predict", 1, marks=pytest.mark.full),
+        ("none", 2),
+    ],
 )
 def test_batches_that_differ_later_are_told(keras_two_ranks: Pool, kind: str, steps: int) -> None:
     (error, said, weights), other = keras_two_ranks.run(fit_bodies.body_later_batches, kind, steps)
@@ -174,6 +193,7 @@ def test_batches_that_differ_later_are_told(keras_two_ranks: Pool, kind: str, st
         assert ("only the first batches were" in text) is (kind in ("evaluate", "predict"))
 
 
+@pytest.mark.once
 def test_a_call_on_rank_0_only_is_named(keras_two_ranks: Pool, tmp_path: Path) -> None:
     """What the ranks exchange for it must not be taken for what they exchange after an epoch."""
     for error, _ in keras_two_ranks.run(
@@ -183,6 +203,7 @@ def test_a_call_on_rank_0_only_is_named(keras_two_ranks: Pool, tmp_path: Path) -
         assert "fit_bodies.py" in error and "(predict)" in error
 
 
+@pytest.mark.once
 def test_a_learning_rate_that_rank_0_changes_alone_is_an_error(
     keras_two_ranks: Pool, tmp_path: Path
 ) -> None:
@@ -211,6 +232,7 @@ def test_a_backup_of_all_epochs_is_everybodys(keras_two_ranks: Pool, tmp_path: P
     assert outcome[0] == {}
 
 
+@pytest.mark.once
 def test_divided_data_that_are_the_same_are_named(keras_two_ranks: Pool) -> None:
     (_, said), _ = keras_two_ranks.run(fit_bodies.body_unshuffled, "not divided")
     assert ["ranks 0, 1 began with the very same batch" in text for text in said] == [True]

@@ -245,6 +245,7 @@ def test_noise_is_that_of_one_process(keras_two_ranks: Pool, keras_single: Pool)
     assert own_states == states and any(states.values())
 
 
+@pytest.mark.once
 def test_one_draw_for_the_batch_is_that_of_one_process(
     keras_two_ranks: Pool, keras_single: Pool
 ) -> None:
@@ -272,6 +273,7 @@ def test_eager_steps_draw_different_numbers_on_each_rank(several_keras_ranks: Po
         assert ("tf.random: is in an eager step" in text) == (rank == 0 and not own)
 
 
+@pytest.mark.once
 def test_the_switch_makes_all_ranks_draw_the_same_numbers(keras_two_ranks: Pool) -> None:
     for [deviation], _ in keras_two_ranks.run(body_chosen, ("dropout",), "same", False):
         assert deviation == pytest.approx(2**0.5 * ONE_PROCESS, rel=0.12)

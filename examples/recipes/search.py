@@ -8,7 +8,7 @@ import tensorflow as tf  # noqa: E402
 from sklearn.datasets import load_digits  # noqa: E402
 
 keras = tf.keras
-RATES = (0.01, 0.03, 0.1, 0.3)
+RATES = (0.03, 0.3)
 
 
 def load():
