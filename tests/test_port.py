@@ -52,6 +52,7 @@ FRAMES = {
     + DATA.replace("32", "batch_size").replace("step(x, y)", "step(x)"),
     "share of an array": f"{HEAD}{OPEN}{VARIABLE}{STEP}{BROADCAST}{{}}",
     "no dataset": f"{HEAD}{VARIABLE}{STEP}{{}}",
+    "download if missing": f"{HEAD} import urllib.request\n{OPEN}{{}}{FIT}",
     "strategy.reduce": f"{HEAD}{OPEN}{VARIABLE}{STEP}{DATA}{{}}",
     "sum outside of training": f"{HEAD}{VARIABLE}{STEP} def evaluate(x, y):\n     return x * w - y\n"
     f"{DATA}{{}}",
@@ -317,6 +318,31 @@ SEEN = {
         ),
         "write",
     ),
+    "a branch unpacks what it downloads": (
+        " URL = 'http://a'\n from urllib.request import urlretrieve\n urlretrieve(URL, 'b')\n"
+        " for path in paths:\n-    if not os.path.exists(path):\n-        os.makedirs('data')\n"
+        "-        print('downloads')\n-        urlretrieve(URL, 'data.tar')\n"
+        "-        with tarfile.open('data.tar') as file:\n-            file.extractall()\n"
+        "+    with npu.distribute.rank_zero_first():\n+        if not os.path.exists(path):\n"
+        "+            os.makedirs('data', exist_ok=True)\n"
+        "+            if npu.distribute.is_main():\n+                print('downloads')\n"
+        "+            urlretrieve(URL, 'data.tar')\n"
+        "+            with tarfile.open('data.tar') as file:\n+                file.extractall()\n"
+        f"{FIT}",
+        "download if missing",
+    ),
+    "ranks may not all come to a download": (
+        f"{FIT} def get(path):\n     if os.path.exists(path):\n         return\n"
+        "     x = tf.keras.utils.get_file(path)\n"
+        " def data():\n     y = tf.keras.utils.get_file('a')\n"
+        " found = os.path.isdir('b')\n if not found:\n     data()\n"
+        " try:\n     y = np.load('b')\n except IOError:\n     y = tf.keras.utils.get_file('a')\n"
+        "     train(y)\n"
+        "-if download:\n-    y = tf.keras.utils.get_file('b')\n"
+        "+if download:\n+    with npu.distribute.rank_zero_first():\n"
+        "+        y = tf.keras.utils.get_file('b')\n",
+        "download",
+    ),
     "only rank 0 would draw": (FIT + " print(np.random.rand())\n", "fit"),
     "a loop of a file": (
         FIT + "-with open('log', 'w') as file:\n-    for row in x:\n-        file.write(row)\n"
@@ -542,7 +568,9 @@ def test_without_libcst_the_extra_is_named() -> None:
     assert "npu_device[port]" in done.stderr and not done.stdout
 
 
-LOOP_SCRIPT = """import numpy as np
+LOOP_SCRIPT = """import os
+import urllib.request
+import numpy as np
 import tensorflow as tf
 tf.keras.utils.set_random_seed(1)
 x, y = np.random.rand(48, 3).astype("float32"), np.random.rand(48, 1).astype("float32")
@@ -559,15 +587,21 @@ def step(x, y):
     optimizer.apply_gradients(zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables))
 
 
+downloads = 0
+if not os.path.exists(f"{__file__}.data"):
+    urllib.request.urlretrieve(f"file://{__file__}", f"{__file__}.data")
+    downloads = 1
+
 for x, y in dataset:
     step(x, y)
 """
 
 
-def body_weights(path: str) -> list[np.ndarray]:
+def body_weights(path: str) -> tuple[list[np.ndarray], int]:
     import runpy
 
-    return runpy.run_path(path, run_name="__main__")["model"].get_weights()
+    script = runpy.run_path(path, run_name="__main__")
+    return script["model"].get_weights(), script["downloads"]
 
 
 @pytest.mark.parametrize(("reduction", "divisor"), [("sum", "16"), ("sum_over_batch_size", "1")])
@@ -578,10 +612,13 @@ def test_a_ported_script_trains_like_the_original(
     text = LOOP_SCRIPT.replace("REDUCTION", repr(reduction)).replace("DIVISOR", divisor)
     original.write_text(text)
     ported.write_text(port(text)[0])
-    [before] = keras_single.run(body_weights, str(original))
-    [alone] = keras_single.run(body_weights, str(ported))
+    [(before, _)] = keras_single.run(body_weights, str(original))
+    [(alone, _)] = keras_single.run(body_weights, str(ported))
+    Path(f"{ported}.data").unlink()
     for weights, one in zip(alone, before):
         np.testing.assert_array_equal(weights, one)
-    for rank in keras_two_ranks.run(body_weights, str(ported)):
+    of_ranks = keras_two_ranks.run(body_weights, str(ported))
+    assert [downloads for _, downloads in of_ranks] == [1, 0]
+    for rank, _ in of_ranks:
         for weights, one in zip(rank, alone):
             np.testing.assert_allclose(weights, one, rtol=1e-5, atol=1e-6)

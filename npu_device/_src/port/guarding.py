@@ -23,6 +23,7 @@ _KEEPS = (
     *(cst.Return, cst.Break, cst.Continue, cst.Raise, cst.Yield, cst.Await, *DEFINITIONS),
 )
 """What the other ranks would miss: a name, or where to go on."""
+_LEAVES = (cst.Return, cst.Break, cst.Continue)
 
 
 def guard_files(port: Port) -> None:
@@ -49,8 +50,12 @@ def _guard(port: Port, call: Any, action: str) -> bool:
     # What a function of the script writes is guarded there.
     if statement is None or _may_be_own(port, call):
         return False
-    if action == "first":
-        port.guard(statement, _FIRST)
+    if action.startswith("first"):
+        entered = _entered_by_all(port, statement)
+        # Some calls download again what is there, unless a branch looks for it.
+        if entered is None or (action == "first if missing" and entered is statement):
+            return False
+        port.guard(entered, _FIRST)
         return True
     # The other ranks would miss a statement that does more than this call.
     if not _is_plain(port, statement, call):
@@ -58,6 +63,56 @@ def _guard(port: Port, call: Any, action: str) -> bool:
     others_wait = action in ("save", "write") and _is_read(port, statement)
     port.guard(statement, _MAIN, others_wait)
     return True
+
+
+def _entered_by_all(port: Port, statement: Any) -> Any:
+    """Return the statement, or the largest branch around it that only some ranks may take; None if they may not all
+    come to it, or may wait for each other in it.
+    """
+    around = list(port.around(statement))
+    scope = port.scope(statement)
+    # A function may be called in a branch.
+    places = [call for call in port.calls if scope in port.callees(call)]
+    # A rank may leave before: if os.path.exists(path): return
+    for node in walk(scope, into_definitions=False):
+        if isinstance(node, _LEAVES) and port.line(node) < port.line(statement):
+            places.append(node)
+    for place in places:
+        if any(_may_differ(port, node) for node in port.around(place) if node not in around):
+            return None
+    branches = [node for node in around if _may_differ(port, node)]
+    if not branches:
+        return statement
+    branch = port.statement(branches[-1])
+    calls = [node for node in walk(branch) if isinstance(node, cst.Call)]
+    if all(_is_of_files(port, call) for call in calls):
+        return branch
+    return None
+
+
+def _may_differ(port: Port, node: Any) -> bool:
+    """Return True for a branch that a rank takes if it finds no file, or one that others don't find."""
+    if isinstance(node, cst.ExceptHandler):
+        return True
+    if not isinstance(node, (cst.If, cst.While)):
+        return False
+    looks = WORDS_BY_TOPIC["looks for a file"]
+    targets = [call for call in port.calls if port.called_word(call) in looks]
+    tests = [node.test]
+    # The answer may have a name: found = os.path.exists(path)
+    for name in walk(node.test):
+        if isinstance(name, cst.Name):
+            tests += port.origins(name)
+    return any(port.runs(test, targets) for test in tests)
+
+
+def _is_of_files(port: Port, call: Any) -> bool:
+    """Return True for a call that other ranks needn't make at the same time."""
+    rule = _rule(port, call)
+    if rule is not None:
+        return rule.action != "save"
+    words = WORDS_BY_TOPIC["harmless in a guarded call"] + WORDS_BY_TOPIC["handles files"]
+    return _is_harmless(port, call, words + WORDS_BY_TOPIC["looks for a file"])
 
 
 def _may_be_own(port: Port, call: Any) -> bool:
@@ -171,15 +226,23 @@ def _is_plain(port: Port, statement: Any, call: Any) -> bool:
     for node in walk(statement):
         if isinstance(node, _KEEPS) or _binds_for_others(port, statement, node):
             return False
-        if isinstance(node, cst.Call) and node is not call:
-            name = port.name(node.func)
-            # All ranks draw, so that they go on to draw the same numbers.
-            if name.startswith("numpy.random.") or port.functions(node.func, node):
-                return False
-            is_of_harmless_module = name.startswith(WORDS_BY_TOPIC["harmless modules"])
-            if not is_of_harmless_module and (method(node) or dotted(node.func)) not in harmless:
-                return False
+        if (
+            isinstance(node, cst.Call)
+            and node is not call
+            and not _is_harmless(port, node, harmless)
+        ):
+            return False
     return True
+
+
+def _is_harmless(port: Port, call: Any, words: tuple[str, ...]) -> bool:
+    """Return True for a call of these words, or of a harmless module, which other ranks may leave out."""
+    name = port.name(call.func)
+    # All ranks draw, so that they go on to draw the same numbers.
+    if name.startswith("numpy.random.") or port.functions(call.func, call):
+        return False
+    is_of_harmless_module = name.startswith(WORDS_BY_TOPIC["harmless modules"])
+    return is_of_harmless_module or (method(call) or dotted(call.func)) in words
 
 
 def _binds_for_others(port: Port, statement: Any, node: Any) -> bool:
