@@ -622,3 +622,48 @@ def test_a_ported_script_trains_like_the_original(
     for rank, _ in of_ranks:
         for weights, one in zip(rank, alone):
             np.testing.assert_allclose(weights, one, rtol=1e-5, atol=1e-6)
+
+
+SESSION_SCRIPT = """import numpy as np
+import tensorflow.compat.v1 as tf
+images, labels = np.random.RandomState(1).rand(2, 64, 1) * 255
+with tf.Graph().as_default():
+    x, y = tf.placeholder(tf.float32, [None, 1]), tf.placeholder(tf.float32, [None, 1])
+    rate = tf.placeholder(tf.float32, [])
+    w = tf.get_variable("w", [], initializer=tf.zeros_initializer())
+    train = tf.train.GradientDescentOptimizer(rate).minimize(tf.reduce_mean((x * w - y) ** 2))
+    with tf.Session() as session:
+        session.run(tf.global_variables_initializer())
+        for epoch in range(2):
+            lr = 0.1 * 0.5 ** epoch
+            for i in range(0, 64, 16):
+                bx, by = images[i : i + 16], labels[i : i + 16]
+                by /= 255.0
+                session.run(train, feed_dict={x: bx / 255.0, y: by, rate: lr})
+        weight = float(session.run(w))
+"""
+
+
+def body_weight(path: str) -> float:
+    import runpy
+
+    return runpy.run_path(path)["weight"]
+
+
+def test_a_session_divides_batches_and_no_numbers(
+    tmp_path: Path, keras_single: Pool, keras_two_ranks: Pool
+) -> None:
+    ported, findings = port(SESSION_SCRIPT)
+    share = "[npu.distribute.rank() :: npu.distribute.size()]"
+    assert f"{{x: (bx / 255.0){share}, y: by{share}, rate: lr}}" in ported, findings
+    path = tmp_path / "train.py"
+    path.write_text(SESSION_SCRIPT)
+    [alone] = keras_single.run(body_weight, str(path))
+    path.write_text(ported)
+    assert keras_two_ranks.run(body_weight, str(path)) == pytest.approx([alone] * 2, rel=1e-5)
+    # It may be a rate or a batch; the last one is a number that depends on the samples.
+    for value in ("schedule(epoch)", "rates[epoch]", "config.rate", "len(images[0:epoch])"):
+        _, findings = port(SESSION_SCRIPT.replace("0.1 * 0.5 ** epoch", value))
+        assert [each.rule for each in findings if each.choices] == ["no dataset"]
+    for value in ("max(0.1, 1 / (epoch + 1))", "0.1 if epoch else 0.2", "-0.1"):
+        assert ", rate: lr}" in port(SESSION_SCRIPT.replace("0.1 * 0.5 ** epoch", value))[0]

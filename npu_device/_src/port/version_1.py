@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-import enum
 import re
 from typing import Any
 
 import libcst as cst
 
-from npu_device._src.port.loop_data import SHARE, is_slice
 from npu_device._src.port.nodes import argument, dotted, last_word, method, walk
 from npu_device._src.port.port import DONE, NOTE, OPEN, Port
 from npu_device._src.port.rules import WORDS_BY_TOPIC
 from npu_device._src.port.scaling import Scale, scaling
+from npu_device._src.port.session_feeds import divide_feed
 from npu_device._src.port.version_2 import ask_about_noise, training_steps
 
 _HOOKS = "from npu_bridge.estimator.npu.npu_hook import "
-_NUMBERS = (cst.Integer, cst.Float, cst.BinaryOperation, cst.UnaryOperation)
-
-
-class _Feed(enum.Enum):
-    """What a value is that a session is fed with."""
-
-    BATCH = enum.auto()
-    NUMBER = enum.auto()
-    UNKNOWN = enum.auto()
 
 
 def port_sessions(port: Port, is_v1: bool) -> None:
@@ -117,7 +107,7 @@ def _port_steps(port: Port) -> None:
             )
             port.report(DONE, "session: broadcast", call)
         elif any(isinstance(node, cst.Name) and node.value in step_names for node in walk(call)):
-            _divide_feed(port, call)
+            divide_feed(port, call)
 
 
 def _add_hook(port: Port, call: Any) -> None:
@@ -136,48 +126,6 @@ def _add_hook(port: Port, call: Any) -> None:
     if folder is not None:
         port.replace(folder, "{} if npu.distribute.is_main() else None")
     port.report(DONE, "session: hook", call)
-
-
-def _divide_feed(port: Port, call: Any) -> None:
-    """Divide what the training step of a session is fed with."""
-    feeds: dict[Any, _Feed] = {}
-    feed_dict = argument(call, "feed_dict", 1)
-    # The dictionary may have a name: feed_dict=feed, where feed = {x: …}
-    if feed_dict is not None and dotted(feed_dict):
-        feed_dict = next(iter(port.origins(feed_dict)), feed_dict)
-    if isinstance(feed_dict, cst.Dict):
-        nodes = [pair.value for pair in feed_dict.elements]
-        feeds = {node: _feed(port, node, call) for node in nodes}
-    if _Feed.BATCH not in feeds.values() or _Feed.UNKNOWN in feeds.values():
-        port.report(OPEN, "no dataset", call)
-        return
-    for node, feed in feeds.items():
-        if feed is _Feed.BATCH:
-            port.replace(node, "{}" + SHARE)
-    port.report(DONE, "share of an array", call)
-
-
-def _feed(port: Port, node: Any, call: Any) -> _Feed:
-    """Return what a value is that a session is fed with: a batch of samples, which the loop makes, or a number."""
-    assignment = None
-    if dotted(node):
-        assignment = port.assigned(node)
-    # A value may be written in the dictionary itself: {x: images[i : i + 10], rate: 0.1}
-    if assignment is None:
-        if isinstance(node, _NUMBERS) or port.text(node) in ("True", "False"):
-            return _Feed.NUMBER
-        if is_slice(node):
-            return _Feed.BATCH
-        return _Feed.UNKNOWN
-    around = port.around(call)
-    loops = [outer for outer in around if isinstance(outer, (cst.For, cst.While))]
-    is_in_loop = any(outer in loops for outer in port.around(assignment.statement))
-    # The variable of a loop may be one sample after the other.
-    if is_in_loop and not isinstance(assignment.statement, cst.For):
-        return _Feed.BATCH
-    if isinstance(assignment.value, _NUMBERS):
-        return _Feed.NUMBER
-    return _Feed.UNKNOWN
 
 
 def port_strategies(port: Port) -> None:

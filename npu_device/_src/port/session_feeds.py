@@ -1,0 +1,150 @@
+"""What a session is fed with in its training steps: each rank takes its share of the batches, and numbers stay."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import libcst as cst
+
+from npu_device._src.port.loop_data import SHARE, is_slice
+from npu_device._src.port.nodes import argument, dotted, is_call_of, method
+from npu_device._src.port.port import DONE, OPEN, Port
+from npu_device._src.port.rules import WORDS_BY_TOPIC
+from npu_device._src.port.script import Assignment
+
+_OPERATIONS = (cst.BinaryOperation, cst.UnaryOperation, cst.IfExp)
+_DEEPEST = 20  # steps back from a value; assignments may go round in a circle
+
+
+class Feed(enum.Enum):
+    """What a value is that a session is fed with."""
+
+    BATCH = enum.auto()
+    NUMBER = enum.auto()
+    UNKNOWN = enum.auto()
+
+
+def divide_feed(port: Port, call: Any) -> None:
+    """Divide what the training step of a session is fed with."""
+    feeds: dict[Any, Feed] = {}
+    feed_dict = argument(call, "feed_dict", 1)
+    # The dictionary may have a name: feed_dict=feed, where feed = {x: …}
+    if feed_dict is not None and dotted(feed_dict):
+        feed_dict = next(iter(port.origins(feed_dict)), feed_dict)
+    if isinstance(feed_dict, cst.Dict):
+        reader = _Reader(port, call)
+        feeds = {pair.value: reader.feed(pair.value, 0) for pair in feed_dict.elements}
+    if Feed.BATCH not in feeds.values() or Feed.UNKNOWN in feeds.values():
+        port.report(OPEN, "no dataset", call)
+        return
+    for node, feed in feeds.items():
+        if feed is not Feed.BATCH:
+            continue
+        template = "{}"
+        if isinstance(node, _OPERATIONS) and not node.lpar:
+            template = "({})"
+        port.replace(node, template + SHARE)
+    port.report(DONE, "share of an array", call)
+
+
+class _Reader:
+    """Follows a value back to what the loops around a call make it of."""
+
+    def __init__(self, port: Port, call: Any) -> None:
+        self._port = port
+        around = port.around(call)
+        self._loops = [outer for outer in around if isinstance(outer, (cst.For, cst.While))]
+
+    def feed(self, node: Any, depth: int) -> Feed:
+        if depth > _DEEPEST:
+            return Feed.UNKNOWN
+        is_truth = self._port.text(node) in ("True", "False")
+        if is_truth or isinstance(node, (cst.Integer, cst.Float)):
+            return Feed.NUMBER
+        if is_slice(node):
+            return Feed.BATCH
+        # The test of a conditional expression says nothing of its value.
+        if isinstance(node, cst.IfExp):
+            return self._of_parts([node.body, node.orelse], depth)
+        if isinstance(node, _OPERATIONS):
+            parts = [part for part in node.children if isinstance(part, cst.BaseExpression)]
+            return self._of_parts(parts, depth)
+        # It was changed in place: rate *= 0.5
+        if isinstance(node, cst.AugAssign):
+            return self._of_parts([node.target, node.value], depth)
+        if isinstance(node, cst.Call):
+            return self._of_call(node, depth)
+        if dotted(node):
+            return self._of_name(node, depth)
+        return Feed.UNKNOWN
+
+    def _of_parts(self, parts: list, depth: int) -> Feed:
+        feeds = {self.feed(part, depth + 1) for part in parts}
+        # A batch with anything else has the samples of the batch.
+        if Feed.BATCH in feeds:
+            return Feed.BATCH
+        if feeds == {Feed.NUMBER}:
+            return Feed.NUMBER
+        return Feed.UNKNOWN
+
+    def _of_call(self, call: Any, depth: int) -> Feed:
+        values = self._port.origins(call)
+        if self._gives_number(call):
+            values = [arg.value for arg in call.args]
+        # A batch among them doesn't make the result one: len(batch)
+        if self._of_parts(values, depth) is Feed.NUMBER:
+            return Feed.NUMBER
+        return Feed.UNKNOWN
+
+    def _gives_number(self, call: Any) -> bool:
+        return self._port.called_word(call) in WORDS_BY_TOPIC["gives a number"]
+
+    def _of_name(self, node: Any, depth: int) -> Feed:
+        assignment = self._port.assigned(node)
+        if assignment is None:
+            return Feed.UNKNOWN
+        value = assignment.value
+        if isinstance(value, cst.For):
+            return self._of_loop(node, value)
+        values = self._port.origins(node)
+        if isinstance(value, cst.AugAssign):
+            values = [value]
+        feed = self._of_parts(values, depth)
+        if feed is Feed.NUMBER:
+            return feed
+        is_in_loop = any(outer in self._loops for outer in self._port.around(assignment.statement))
+        # What comes from outside of the loop isn't a batch, but all of the data.
+        if is_in_loop and (feed is Feed.BATCH or self._makes_batch(assignment, depth)):
+            return Feed.BATCH
+        return Feed.UNKNOWN
+
+    def _of_loop(self, node: Any, loop: Any) -> Feed:
+        """Return what the variable of a loop is: a number if the loop counts."""
+        counts = is_call_of(loop.iter, "range")
+        # The first of several is the count: for step, batch in enumerate(batches)
+        if is_call_of(loop.iter, "enumerate") and isinstance(loop.target, cst.Tuple):
+            counts = dotted(loop.target.elements[0].value) == dotted(node)
+        if counts:
+            return Feed.NUMBER
+        # It may be one sample after the other.
+        return Feed.UNKNOWN
+
+    def _makes_batch(self, assignment: Assignment, depth: int) -> bool:
+        """Return True if what a loop assigns isn't known, but looks like a batch."""
+        value = assignment.value
+        if isinstance(value, cst.Subscript):
+            # An element that the loop counts to may be a number: rates[epoch]
+            return isinstance(value.slice[0].slice, cst.Slice) or not self._counts(value, depth)
+        if not isinstance(value, cst.Call):
+            return isinstance(value, cst.ListComp)
+        # Several values are a batch and its labels: x, y = batch_of(step)
+        if assignment.portion.position is not None or method(value) in WORDS_BY_TOPIC["draws"]:
+            return True
+        # One value may be a rate: rate = schedule(epoch)
+        feed = self._of_parts([arg.value for arg in value.args], depth)
+        return feed is not Feed.NUMBER and not self._gives_number(value)
+
+    def _counts(self, subscript: Any, depth: int) -> bool:
+        index = subscript.slice[0].slice.value
+        return not isinstance(index, cst.Integer) and self.feed(index, depth + 1) is Feed.NUMBER
