@@ -134,11 +134,16 @@ WRONG: dict[str, dict[str, str]] = {
         "data": "dataset = dataset.shuffle(48)\n" + RIGHT["data"]
     },
     ", two models": {
+        "model": "source = tf.keras.Input([4])\n"
+        "state = tf.keras.layers.Dense(2)(source)\n"
+        "decoded = tf.keras.layers.GRU(2)(tf.keras.layers.Reshape([2, 2])(source), state)\n"
+        "model = tf.keras.Model(source, tf.keras.layers.Dense(1)(decoded))",
         "start": "second = tf.keras.Sequential(\n"
         "    [tf.keras.Input([1]), tf.keras.layers.BatchNormalization(), tf.keras.layers.Dense(1)])\n"
         "npu.distribute.broadcast(model.variables + second.variables)",
         "loss": "tf.reduce_mean(tf.square(second(z, training=True) - y))",
         "reduce": "gradients, _ = tf.clip_by_global_norm(gradients, 1e6)\n    "
+        "assert None not in gradients\n    "
         'gradients = npu.distribute.all_reduce(gradients, compression="bf16")',
     },
     "other variables, of rank 1": {
@@ -477,6 +482,17 @@ def test_a_process_that_does_not_repeat_itself(
     assert causes.cause_of(run)[0] == ("not repeatable" if expected else "")
     lost = run.lost_in_rounding()
     assert bool(lost) == any(np.any(step.gradients > 1.1) for step in twin.steps)
+
+
+def test_variables_without_gradients_are_not_compared(tmp_path: Path) -> None:
+    record = record_of([0.0, 0.0], [1, 2])
+    record.steps[0].gradients[:2] = np.nan
+    record.steps[1].gradients[1] = np.nan
+    runs = PlannedProcess(str(tmp_path), 1).runs([2])
+    for process in (process for run in runs for process in run):
+        process.folder.mkdir(parents=True)
+        record.save(process.folder)
+    assert judge(runs).missed == ["b, whose gradients were None or NaN in all steps."]
 
 
 def test_ranks_with_other_variables_have_no_average() -> None:

@@ -5,6 +5,7 @@ and in ``npu_device.testing``.
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any, Callable
 
 import tensorflow as tf
@@ -42,14 +43,17 @@ def noisy_layers(keras: Any) -> list:
 
 def quiet(call: Callable, tell: Callable[[Any], None] = lambda layer: None) -> Callable:
     """Return the ``call`` of a layer as it is outside training; ``tell`` is called with a layer that would train."""
+    signature = inspect.signature(call)
 
     @functools.wraps(call)
     @tf.autograph.experimental.do_not_convert
-    def called(layer: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def called(layer: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(layer, "synchronized", False):
-            return call(layer, inputs, *args, **kwargs)
+            return call(layer, *args, **kwargs)
         tell(layer)
-        kwargs["training"] = False
-        return call(layer, inputs, **kwargs)
+        # By name, since recurrent layers also take their initial state by position.
+        bound = signature.bind(layer, *args, **kwargs)
+        bound.arguments["training"] = False
+        return call(*bound.args, **bound.kwargs)
 
     return called

@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from npu_device._src.comparison import compare, topics
 from npu_device._src.comparison.compare import Record, RecordedCall
 from npu_device._src.verify import causes
@@ -185,6 +187,9 @@ def _missed(single: Record, run: Sequence[PlannedProcess]) -> list[str]:
         lines = ", ".join(single.unreached)
         missed.append(f"calls that train or evaluate in {lines}, which weren't reached.")
     missed += _missed_beside_steps(single)
+    without = _without_gradients(single)
+    if without:
+        missed.append(f"{_shown(without, 'variables')}, whose gradients were None or NaN in all steps.")
     if single.ended_at or failure:
         for phase, count in _phases(single).items():
             if count % process.steps:
@@ -201,15 +206,30 @@ def _missed_beside_steps(single: Record) -> list[str]:
         evaluations.setdefault(call.line, call)
     if evaluations:
         calls = list(map(str, evaluations.values()))
-        hidden = len(calls) - _SHOWN
-        if hidden > 0:
-            calls[_SHOWN:] = [f"{hidden} more calls"]
-        missed.append(f"{'; '.join(calls)}: only training steps are compared.")
+        missed.append(f"{_shown(calls, 'calls', '; ')}: only training steps are compared.")
     for call in single.of(topics.EPOCH_END):
         missed.append(
             f"{call.detail} between epochs: the fit in {call.line} was ended within its first one."
         )
     return missed
+
+
+def _without_gradients(record: Record) -> list[str]:
+    """Return the names of the variables whose gradients were never numbers."""
+    names: dict[str, bool] = {}
+    for step in record.steps:
+        for name, gradient in zip(step.names, step.gradients):
+            names[name] = names.get(name, True) and bool(np.isnan(gradient).all())
+    return [name for name, is_without in names.items() if is_without]
+
+
+def _shown(texts: Sequence[str], what: str, separator: str = ", ") -> str:
+    """Return the first of some texts, and the number of the others."""
+    shown = list(texts[:_SHOWN])
+    hidden = len(texts) - len(shown)
+    if hidden:
+        shown.append(f"{hidden} more {what}")
+    return separator.join(shown)
 
 
 def _missed_by_ranks(single: Record, records: Sequence[Record]) -> dict[str, bool]:
