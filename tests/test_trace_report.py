@@ -16,6 +16,7 @@ import chromium
 import pytest
 
 from npu_device._src.gradients import split_strategy
+from npu_device._src.report import report_files
 from npu_device._src.report.__main__ import main
 from npu_device._src.report.analysis import analyse, diagnose
 from npu_device._src.report.picture import COLOURS
@@ -277,6 +278,23 @@ def test_the_trace_follows_the_event_format(tmp_path: Path) -> None:
         end - start,
     )
     assert reduce["args"] == {"Iteration ID": 2, "Reduce Start 1": start, "Reduce End 1": end}
+
+
+def test_the_report_replaces_its_own_files_only(tmp_path: Path) -> None:
+    write(tmp_path, [trace(0), trace(1)])
+    names = ("report.html", "report.txt", "trace.json")
+    for _ in range(2):
+        write_all(tmp_path)
+        assert {path.name for path in tmp_path.iterdir() if path.is_file()} == set(names)
+        assert not (tmp_path / "npu_report").exists()
+    for name in names:
+        own = (tmp_path / name).read_text()
+        theirs = {"trace.json": '{"traceEvents": [{"name": "a", "pid": 1}]}'}.get(name, "theirs")
+        (tmp_path / name).write_text(theirs)
+        report_files.write_report(tmp_path)
+        assert (tmp_path / name).read_text() == theirs
+        assert (tmp_path / "npu_report" / name).read_text() == own
+        (tmp_path / name).write_text(own)
 
 
 def test_the_page_draws_a_step_and_loads_nothing(tmp_path: Path) -> None:

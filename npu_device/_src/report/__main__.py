@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from npu_device._src.report.report_files import PAGE, PERFETTO, write_all
+from npu_device._src.report.report_files import PAGE, PERFETTO, report_folder, write_all
 from npu_device._src.report.summary import compared, summary
 
 
@@ -34,7 +34,8 @@ def main(arguments: Sequence[str] | None = None, name: str | None = None) -> Non
         print(compared(analyses))
     else:
         [analysis] = analyses.values()
-        print(f"{summary(analysis)}\n\npage: {directory / PAGE}\nPerfetto: {directory / PERFETTO}")
+        folder = report_folder(directory)
+        print(f"{summary(analysis)}\n\npage: {folder / PAGE}\nPerfetto: {folder / PERFETTO}")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 
 from npu_device._src.report.analysis import Analysis, analyse
@@ -15,19 +16,41 @@ PERFETTO = "trace.json"
 TEXT = "report.txt"
 PAGE = "report.html"
 
+# How these files begin. The directory may be the working directory, and a file of such a name the user's.
+_BEGINNINGS = {
+    PERFETTO: rb'{"traceEvents": \[{[^}]*"rank \d+ \(',
+    TEXT: rb"\d+ gradients, .* ranks on \d+ hosts?, group ",
+    PAGE: rb"<!DOCTYPE html>\s.*<title>Iteration trace</title>",
+}
+_BEGINNING_BYTES = 1000
+_FOLDER = "npu_report"
+
 _log = logging.getLogger("npu_device")
 
 
+def report_folder(directory: Path) -> Path:
+    """Return where the report on a trace is: in its directory, or in a folder in it if the user has such files."""
+    for name, beginning in _BEGINNINGS.items():
+        path = directory / name
+        if path.exists():
+            with path.open("rb") as file:
+                if not re.match(beginning, file.read(_BEGINNING_BYTES)):
+                    return directory / _FOLDER
+    return directory
+
+
 def write_all(directory: Path) -> Analysis:
-    """Write all files into the directory of a trace, and return what they say; ValueError if there is none."""
+    """Write all files on the trace in a directory, and return what they say; ValueError if there is none."""
     traces = read(directory)
     if not traces:
         raise ValueError("there is no trace in the directory")
-    write_json(traces, directory / PERFETTO)
+    folder = report_folder(directory)
+    folder.mkdir(exist_ok=True)
+    write_json(traces, folder / PERFETTO)
     analysis = analyse(traces)
     text = summary(analysis)
-    (directory / TEXT).write_text(text + "\n", encoding="utf-8")
-    (directory / PAGE).write_text(page(analysis, text), encoding="utf-8")
+    (folder / TEXT).write_text(text + "\n", encoding="utf-8")
+    (folder / PAGE).write_text(page(analysis, text), encoding="utf-8")
     return analysis
 
 
@@ -35,6 +58,11 @@ def write_report(directory: Path) -> None:
     """Run ``write_all`` at the end of a job; an error in the report does not fail the job."""
     try:
         write_all(directory)
-        _log.info("the report of the trace is %s", directory / PAGE)
+        folder = report_folder(directory)
+        if folder != directory:
+            _log.warning(
+                "the report of the trace is in %s: the directory has files of its names", folder
+            )
+        _log.info("the report of the trace is %s", folder / PAGE)
     except (OSError, ValueError) as error:
         _log.warning("the trace in %s has no report: %s", directory, error)

@@ -189,7 +189,9 @@ def _missed(single: Record, run: Sequence[PlannedProcess]) -> list[str]:
     missed += _missed_beside_steps(single)
     without = _without_gradients(single)
     if without:
-        missed.append(f"{_shown(without, 'variables')}, whose gradients were None or NaN in all steps.")
+        missed.append(
+            f"{_shown(without, 'variables')}, whose gradients were None or NaN in all steps."
+        )
     if single.ended_at or failure:
         for phase, count in _phases(single).items():
             if count % process.steps:
