@@ -5,7 +5,9 @@ step has traces of its own.
 from __future__ import annotations
 
 import functools
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -179,6 +181,58 @@ def body_order() -> list[int]:
     return notes
 
 
+def body_loop_in_a_call() -> Any:
+    """Add up a loss, by a function of the script, in a call that needs AutoGraph, while a thread calls a function."""
+    keras, traces, is_over = tf.keras, [], threading.Event()
+    keras.utils.set_random_seed(3)
+
+    class Model(keras.Model):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense = keras.layers.Dense(1)
+            self.dense.build((None, 6))
+
+        @tf.function  # type: ignore[untyped-decorator]
+        def call(self, x: Any) -> Any:
+            hidden = self.dense(x)
+            for _ in tf.range(3):
+                hidden = 0.9 * hidden
+            return hidden
+
+        def test_step(self, data: Any) -> Any:
+            return {"sum": sum_of_squares(data[1], self(data[0]))}
+
+    def sum_of_squares(y: Any, predicted: Any) -> Any:
+        return tf.reduce_sum((tf.cast(y, predicted.dtype) - predicted) ** 2)
+
+    @tf.function  # type: ignore[untyped-decorator]
+    def doubled(x: Any) -> Any:
+        traces.append(x)
+        return 2 * x
+
+    def call_until_it_is_over() -> None:
+        while not is_over.wait(0.001):
+            doubled(tf.ones([2]))
+
+    x, y = samples(40)
+    y = y[:, None].astype(np.float32)
+    doubled(tf.ones([2]))
+    model = Model()
+    model(x)
+    model.compile(keras.optimizers.SGD(0.001), sum_of_squares)
+    model = npu.distribute.replicate(model)
+    with ThreadPoolExecutor() as threads:
+        calls = threads.submit(call_until_it_is_over)
+        try:
+            history = model.fit(x, y, batch_size=10, shuffle=False, verbose=0)
+            logs = model.evaluate(x, y, batch_size=10, verbose=0, return_dict=True)
+        finally:
+            is_over.set()
+        calls.result()
+    assert len(traces) == 1
+    return outcome(model, history, logs=[np.asarray(log) for log in logs.values()])
+
+
 @pytest.mark.parametrize(
     "kind", ["step", "call", pytest.param("eager step", marks=pytest.mark.full)]
 )
@@ -186,6 +240,13 @@ def test_functions_in_a_step_train_like_one_process(
     several_keras_ranks: Pool, keras_single: Pool, kind: str
 ) -> None:
     compare(several_keras_ranks, keras_single, body_functions, kind)
+
+
+@pytest.mark.once
+def test_a_step_with_a_loop_is_checked_and_leaves_functions_of_threads_alone(
+    keras_two_ranks: Pool, keras_single: Pool
+) -> None:
+    compare(keras_two_ranks, keras_single, body_loop_in_a_call)
 
 
 @pytest.mark.once

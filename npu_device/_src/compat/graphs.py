@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import gc
 import itertools
 import re
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2
-from tensorflow.core.function.polymorphism.function_cache import FunctionCache
 from tensorflow.python.distribute import distribute_lib as _distribute_lib
 from tensorflow.python.eager import context as _context
 from tensorflow.python.framework import ops as _ops
@@ -28,6 +24,7 @@ from tensorflow.python.saved_model import save_context as _save_context
 
 from npu_device._src.compat.graph_walk import walk
 from npu_device._src.compat.keras import inner_variable
+from npu_device._src.compat.live_objects import live_objects
 
 
 def variables_read() -> list[tuple[Any, tf.Tensor]]:
@@ -79,9 +76,7 @@ def functions_that_update(variables: Iterable) -> list[list[str]]:
     for index, variable in enumerate(variables):
         indices[id(inner_variable(variable).handle)] = index
         names.append(set())
-    # Graphs are recognised by their type: asking objects for attributes may run code.
-    graphs = [instance for instance in gc.get_objects() if type(instance) is FuncGraph]
-    for graph in graphs:
+    for graph in live_objects([FuncGraph]):
         captured = [(outer, inner) for outer, inner in graph.captures if id(outer) in indices]
         exchanged = _operations_after_exchanges(graph) if captured else set()
         for outer, inner in captured:
@@ -108,83 +103,6 @@ def _operations_after_exchanges(graph: Any) -> set[str]:
 def is_saving() -> bool:
     """Return whether a function is being traced for a SavedModel."""
     return bool(_save_context.in_save_context())
-
-
-_one_block = threading.RLock()
-"""Held while traces are put aside, which those of other threads would be mixed up with."""
-
-
-@contextlib.contextmanager
-def own_traces() -> Iterator[None]:
-    """Let functions of the script that are called in the block have traces of their own, which no other block reuses.
-
-    TensorFlow reuses what a ``tf.function`` has traced for all callers that it takes for alike. What it compares is the
-    same in all steps, at least for what XLA compiles (``make_function_context``), so all traces are put aside. An eager
-    caller would have each step traced: functions run eagerly there.
-    """
-    if graph_being_built() is None:
-        with functions_inline():
-            yield
-        return
-    with _one_block:
-        kept = {}
-        for cache in _function_caches():
-            kept[cache] = (cache._primary, cache._dispatch_dict)
-            _empty(cache)
-        try:
-            yield
-        finally:
-            # What functions hold that the block has made is dropped.
-            for cache in _function_caches():
-                _empty(cache)
-            for cache, traces in kept.items():
-                cache._primary, cache._dispatch_dict = traces
-
-
-def _function_caches() -> list:
-    return [instance for instance in gc.get_objects() if type(instance) is FunctionCache]
-
-
-def _empty(cache: Any) -> None:
-    cache._primary = collections.OrderedDict()
-    cache._dispatch_dict = {}
-
-
-class _InlineBlocks:
-    """The blocks of all threads in which functions run inline."""
-
-    def __init__(self) -> None:
-        self._changing = threading.Lock()
-        self._open = 0
-        self._was_eager = False  # the setting of the script
-
-    def begin(self) -> None:
-        with self._changing:
-            if not self._open:
-                self._was_eager = tf.config.functions_run_eagerly()
-                # TensorFlow has no setting per function; the switch is for the whole process.
-                tf.config.run_functions_eagerly(True)
-            self._open += 1
-
-    def end(self) -> None:
-        with self._changing:
-            self._open -= 1
-            # Blocks of two threads may end in any order.
-            if not self._open:
-                tf.config.run_functions_eagerly(self._was_eager)
-
-
-_inline_blocks = _InlineBlocks()
-
-
-@contextlib.contextmanager
-def functions_inline() -> Iterator[None]:
-    """Run functions of the script as plain Python, in the graph of their caller if it builds one."""
-    _inline_blocks.begin()
-    try:
-        yield
-    finally:
-        _inline_blocks.end()
 
 
 _CONTROL_FLOW = (

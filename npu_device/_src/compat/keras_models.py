@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import itertools
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,6 +22,7 @@ from npu_device._src.compat.keras import (
     is_vocabulary,
     keras_of,
 )
+from npu_device._src.compat.live_objects import live_objects, with_subclasses
 
 
 def all_layers(model: Any) -> list:
@@ -317,14 +317,11 @@ def is_batch_normalization(layer: Any) -> bool:
 
 def batch_normalizations() -> list:
     """Return the batch normalizations that exist in this process, of either Keras."""
-    classes = set(_with_subclasses(_batch_normalizations()))
+    classes = set(with_subclasses(_batch_normalizations()))
     # The search takes long, and finds nothing if no Keras is imported.
     if not classes:
         return []
-    # Objects are compared by their types alone: to ask any object for an attribute may run code, such as the import of
-    # a module that loads late. The faster ``gc.get_referrers`` ends the process (SIGSEGV) if extension modules such as
-    # scikit-learn's are loaded.
-    return [instance for instance in gc.get_objects() if type(instance) in classes]
+    return live_objects(classes)
 
 
 def normalization_at_work() -> tuple[Any, Any] | None:
@@ -385,12 +382,6 @@ def _batch_normalizations() -> list:
         if exported is not None:
             classes.append(class_with(exported, moments_method(exported)))
     return classes
-
-
-def _with_subclasses(classes: Iterable) -> Iterator:
-    for cls in classes:
-        yield cls
-        yield from _with_subclasses(cls.__subclasses__())
 
 
 def reduction_axes(layer: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,6 +26,8 @@ from tensorflow.python.framework import kernels as _kernels
 from tensorflow.python.lib.io import _pywrap_file_io
 from tensorflow.python.ops import summary_ops_v2 as _summary_ops_v2
 from tensorflow.python.training import session_run_hook  # noqa: F401
+
+from npu_device._src.compat.live_objects import live_objects, with_subclasses
 
 do_not_convert = tf.autograph.experimental.do_not_convert
 
@@ -185,10 +186,6 @@ def lines_of_stack(frame: Any) -> Iterator[tuple[str, int, str]]:
 
 def open_sessions(graph: Any) -> list:
     """Return the sessions of TensorFlow 1 in this process that run a graph; some may have been closed."""
-    # Sessions and interactive ones have no public class in common. They are recognised by their type: asking objects
-    # for attributes may run code.
-    sessions = []
-    for instance in gc.get_objects():
-        if issubclass(type(instance), session.BaseSession) and instance.graph is graph:
-            sessions.append(instance)
-    return sessions
+    # Sessions and interactive ones have no public class in common.
+    classes = set(with_subclasses([session.BaseSession]))
+    return [candidate for candidate in live_objects(classes) if candidate.graph is graph]

@@ -73,8 +73,8 @@ class DryStep:
         self._world: _VirtualRanks
         # Replaced methods are given back when the trace has ended, not when ``_begin`` returns.
         self._while_tracing = contextlib.ExitStack()
-        # Functions of the script would keep what they do here, without noise, for later.
-        with self._while_tracing, compat.functions_inline():
+        # What functions of the script do is looked at, too, and they would keep it, without noise, for later.
+        with self._while_tracing, compat.expanded_functions():
             self._function = self._traced(context.own_step, spec)
         self.graph = self._function.graph
         # What can't be undone must be known before the step first runs.
