@@ -650,6 +650,7 @@ def body_weight(path: str) -> float:
     return runpy.run_path(path)["weight"]
 
 
+@pytest.mark.once
 def test_a_session_divides_batches_and_no_numbers(
     tmp_path: Path, keras_single: Pool, keras_two_ranks: Pool
 ) -> None:
@@ -665,5 +666,15 @@ def test_a_session_divides_batches_and_no_numbers(
     for value in ("schedule(epoch)", "rates[epoch]", "config.rate", "len(images[0:epoch])"):
         _, findings = port(SESSION_SCRIPT.replace("0.1 * 0.5 ** epoch", value))
         assert [each.rule for each in findings if each.choices] == ["no dataset"]
+    # The gradients may be applied by themselves, and have to be those that the optimizer averages.
+    loss = "tf.reduce_mean((x * w - y) ** 2)"
+    for gradients, rule in (
+        (f"optimizer.compute_gradients({loss})", "share of an array"),
+        (f"zip(tf.gradients({loss}, [w]), [w])", "gradients from elsewhere"),
+    ):
+        text = SESSION_SCRIPT.replace(f".minimize({loss})", "").replace("train =", "optimizer =")
+        applied = f"train = optimizer.apply_gradients({gradients})\n    with tf.Session"
+        _, findings = port(text.replace("with tf.Session", applied))
+        assert rule in {each.rule for each in findings}
     for value in ("max(0.1, 1 / (epoch + 1))", "0.1 if epoch else 0.2", "-0.1"):
         assert ", rate: lr}" in port(SESSION_SCRIPT.replace("0.1 * 0.5 ** epoch", value))[0]

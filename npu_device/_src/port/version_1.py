@@ -92,7 +92,11 @@ def _port_steps(port: Port) -> None:
         loss = argument(call, "loss", 0)
         if scaling(port, loss) is not Scale.MEAN:
             port.report(OPEN, "sum or mean", call)
-    targets = [port.target(port.statement(step)) for step in steps]
+    applies = [call for call in port.calls if method(call) == "apply_gradients"]
+    # The optimizer averages what its own ``compute_gradients`` gives, and not what ``tf.gradients`` does.
+    if applies and "compute_gradients" not in map(method, steps):
+        port.report(OPEN, "gradients from elsewhere", applies[0])
+    targets = [port.target(port.statement(step)) for step in [*steps, *applies]]
     step_names = set(map(port.text, targets)) - {""}
     for call in port.calls:
         if method(call) != "run" or not call.args:
