@@ -13,12 +13,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import job
 import numpy as np
 import pytest
 from ranks import LEAN
 
 import npu_device as npu
 from npu_device import testing
+from npu_device._src.pools import pool
+from npu_device._src.pools.forked import ForkedProcess
 
 pytestmark = pytest.mark.xdist_group("testing")
 
@@ -170,6 +173,29 @@ def end(how: str) -> Any:
 def test_bad_input_is_a_clear_error(body: Any, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         body()
+
+
+def test_memory_that_a_container_leaves_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "free_memory", lambda: 1 << 20)
+    with pytest.raises(MemoryError, match=r"2 ranks need about .*; 1 MiB are free"):
+        run(place, ranks=2, fresh=True)
+
+
+def test_threads_that_start_processes_know_them_by_their_numbers(tmp_path: Path) -> None:
+    """A number of another thread's process would let a time limit end that one."""
+    started: list[ForkedProcess] = []
+
+    def start() -> None:
+        for _ in range(5):
+            started.extend(job.start(tmp_path, 1, "import os\nprint(os.getpid())"))
+
+    threads = [threading.Thread(target=start) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for process in started:
+        assert process.wait() == 0 and int(process.output) == process.pid
 
 
 @pytest.mark.parametrize(

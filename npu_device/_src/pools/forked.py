@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,6 +32,7 @@ _KERAS_3 = ("TF_USE_LEGACY_KERAS", "0")  # the value that counts without the var
 _BLOCK_BYTES = 1 << 20
 
 _servers: dict[frozenset[tuple[str, str]], subprocess.Popen[str]] = {}
+_start_lock = threading.Lock()
 _numbers = itertools.count()
 _running: dict[int, ForkedProcess] = {}  # processes by their numbers, until their end has been seen
 
@@ -67,8 +69,10 @@ class ForkedProcess:
             "output": str(self._output),
             "status": str(self._status),
         }
-        self._server = _server(environment)
-        self.pid = self._pid(json.dumps(order))
+        # One after the other, so that each thread reads the answer to its own order.
+        with _start_lock:
+            self._server = _server(environment)
+            self.pid = self._pid(json.dumps(order))
         self.returncode: int | None = None
         self.ended_at = 0.0  # time of the end, by time.monotonic()
         _running[self.pid] = self

@@ -27,6 +27,7 @@ from npu_device._src.cluster.time_limits import (
     POOL_WAIT_SECONDS,
     STACKS_SECONDS,
 )
+from npu_device._src.machine.free_memory import free_memory
 from npu_device._src.membership.rank_environment import clean_environment
 from npu_device._src.pools.answers import Answer, RankError
 from npu_device._src.pools.forked import end_all, start_ranks
@@ -323,10 +324,8 @@ def packed(function: Callable, arguments: tuple) -> bytes:
 
 
 def _require_memory(size: int) -> None:
-    # Sizes in /proc/meminfo are in KiB.
-    sizes = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    available = int(sizes["MemAvailable"].split()[0]) << 10
-    if size * _RANK_BYTES > available:
+    available = free_memory()
+    if available is not None and size * _RANK_BYTES > available:
         raise MemoryError(
             f"{size} ranks need about {size * _RANK_BYTES >> 20} MiB of memory; {available >> 20} MiB are free."
             "\nWhat to do: test with fewer ranks, 2 or 3 show most; or end other processes."
