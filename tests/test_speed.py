@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,9 +32,13 @@ pytestmark = pytest.mark.xdist_group("waiting")
 
 # A step waits for each of its samples, so that two ranks take half of the time.
 LOOP = """
-import time
+import os, tempfile, time
 import tensorflow as tf, npu_device as npu
 npu.open().as_default()
+# Runs before have left no such folders.
+left = [name for name in os.listdir(tempfile.gettempdir()) if name.startswith("npu_speed_test")]
+assert len(left) < npu.distribute.size(), left
+tempfile.mkdtemp(prefix="npu_speed_test")
 weight = tf.Variable(1.0)
 optimizer = tf.keras.optimizers.SGD(0.1)
 npu.distribute.broadcast([weight])
@@ -85,6 +90,7 @@ def test_two_ranks_that_need_half_of_the_time_are_faster(
     done = npurun("speed", *words, limit=300.0, TF_USE_LEGACY_KERAS=legacy)
     assert done.returncode == 0, done.stderr.decode()
     report = json.loads(done.stdout)
+    assert not list(Path(tempfile.gettempdir()).glob("npu_speed_test*"))
     single, both = report["speedups"]
     assert (single["ranks"], both["ranks"]) == (1, 2)
     assert both["ratio"] > 1 and single["rounds"] >= rounds

@@ -186,10 +186,10 @@ def test_threads_that_start_processes_know_them_by_their_numbers(tmp_path: Path)
     started: list[ForkedProcess] = []
 
     def start() -> None:
-        for _ in range(5):
+        for _ in range(3):
             started.extend(job.start(tmp_path, 1, "import os\nprint(os.getpid())"))
 
-    threads = [threading.Thread(target=start) for _ in range(4)]
+    threads = [threading.Thread(target=start) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,10 @@ def run(
     words = [json.dumps(settings), options.script, *options.arguments]
     # What the user asks to keep stays, whatever ends this process.
     removed = None if getattr(options, "keep", None) else directory
-    with RankGuard(removed) as guard:
+    # Processes that are killed leave their temporary files.
+    temporary = Path(tempfile.mkdtemp(prefix="npurun-"))
+    variables["TMPDIR"] = str(temporary)
+    with RankGuard(removed, temporary) as guard:
         process = subprocess.Popen(
             [sys.executable, "-u", "-m", runner, *words],
             env=variables,

@@ -120,12 +120,18 @@ class _SpeedProcess(ForkingProcess):
         self._begin = time.monotonic()
         self._ticks = _ticks_of_others()
         self._processes = self.current.run_of(setup, round_name)
+        temporary = Path(self._variables["TMPDIR"])
+        kept_paths = set(temporary.iterdir())
         if self._processes[0].is_on_hosts:
             self._run_on_hosts()
         else:
             yield self._processes
-            # Removed, since each run would leave its checkpoints.
-            shutil.rmtree(self._processes[0].files, ignore_errors=True)
+        # Removed, since each run would leave its checkpoints and temporary files.
+        for path in (self._processes[0].files, *set(temporary.iterdir()) - kept_paths):
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
 
     def _run_on_hosts(self) -> None:
         """Let npurun start the ranks, and end them when all have printed their times."""
