@@ -728,6 +728,9 @@ from npu_device._src.verify import file_shadow
 Path("old.txt").write_text("old")
 Path("kept").mkdir()
 Path("kept", "inside.txt").write_text("old")
+Path("../many").mkdir()
+for number in range(500):
+    Path("../many", str(number)).write_text("old")
 files = file_shadow.Redirection(sys.argv[1])
 files.move(Path(sys.argv[1], "files"))
 files.install()
@@ -756,6 +759,15 @@ with bz2.open("packed.bz2", "rt") as file:
 with tarfile.open("packed.tar", "w") as file:
     file.add("old.txt")
 assert tarfile.open("packed.tar").getnames() == ["old.txt"]
+# Ranks need a copy at the same time, and each finds all of it.
+children = []
+for _ in range(4):
+    child = os.fork()
+    if not child:
+        os.chmod("../many", 0o700)
+        os._exit(len(os.listdir(sys.argv[1] + "/files" + os.path.abspath("../many"))) != 500)
+    children.append(child)
+assert not any(os.waitpid(child, 0)[1] for child in children)
 """
 
 

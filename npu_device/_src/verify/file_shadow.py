@@ -137,10 +137,22 @@ class Redirection:
         # Only the user's own file needs a copy, and only once.
         if target is path or os.path.lexists(target) or not os.path.exists(path):
             return target
+        # All ranks may come here at once: each must find a whole copy, and replace none that is being written to.
+        folder = tempfile.mkdtemp(dir=self._runs_folder)
+        copy = os.path.join(folder, "copy")
         if os.path.isdir(path):
-            shutil.copytree(path, target)
+            shutil.copytree(path, copy)
+            place = os.rename
         else:
-            shutil.copyfile(path, target)
+            shutil.copyfile(path, copy)
+            place = os.link
+        try:
+            place(copy, target)
+        except OSError:
+            # Another rank was faster, or the file system has no links.
+            if not os.path.lexists(target):
+                os.rename(copy, target)
+        shutil.rmtree(folder)
         return target
 
     def install(self) -> None:
