@@ -59,6 +59,8 @@ if not rank:
 npu.distribute.barrier()  # the ranks share their files
 assert open("early.txt").read() == "written"
 assert open("result.txt").read() == tf.io.read_file(filename="result.txt").numpy().decode() == "written"
+texts = [path.numpy().decode() for path in tf.data.Dataset.list_files("m*.txt").map(tf.io.read_file)]
+assert texts == ["written"]
 texts = sorted(glob.glob("./*.txt"))
 assert texts == sorted(tf.io.gfile.glob("*.txt")) == ["./early.txt", "./more.txt", "./result.txt"]
 assert "script.py" in os.listdir() and "script.py" in tf.io.gfile.listdir(".") and len(glob.glob("*.*")) > 2
@@ -742,6 +744,9 @@ with Path("added.txt").open("a") as file:
     file.write("new")
 Path("added.txt").chmod(0o600)
 Path("touched").touch()
+shutil.copy2("touched", "copied")
+shutil.chown("copied", os.getuid())
+assert shutil.disk_usage("copied")
 Path("old.txt").replace("moved.txt")
 Path("new.txt").rename("old.txt")
 Path("made").mkdir()
@@ -808,6 +813,10 @@ def test_changed_files_are_looked_for_among_the_first(
             "import json\njson.loads('broken')",
             "as one process, the script ended before its first step",
         ),
+        (
+            "import os\nos.makedirs('run/one')\nos.chdir('run/one')",
+            "This run has written run/one, and keeps it apart.",
+        ),
     ],
 )
 def test_scripts_that_make_no_step(source: str, expected: str, tmp_path: Path) -> None:
@@ -815,7 +824,8 @@ def test_scripts_that_make_no_step(source: str, expected: str, tmp_path: Path) -
     assert done.returncode == 3
     assert expected in done.stderr.decode()
     frames = re.findall(r'File "([^"]+)", line (\d+)', done.stderr.decode())
-    assert frames == ([(str(tmp_path / "script.py"), "2")] if "json" in source else [])
+    lines = {"print": [], "import json": ["2"], "import os": ["3"]}[re.split("[(\n]", source)[0]]
+    assert frames == [(str(tmp_path / "script.py"), number) for number in lines]
 
 
 EXAMPLES = {  # that npurun starts, and their arguments

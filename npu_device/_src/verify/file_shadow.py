@@ -36,13 +36,14 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 # Functions and methods, by what they do to the path that they are given.
 _CALLS = {
     "open": "builtins.open io.open os.open h5py.File.__init__",
-    "read": "os.stat os.lstat os.access os.readlink os.link os.symlink gfile.BufferedInputStream gfile.FileExists "
-    "gfile.IsDirectory gfile.Stat gfile.CopyFile tf.io.read_file tf.train.Checkpoint.restore tf.train.Checkpoint.read "
-    "tf.train.latest_checkpoint tf.train.load_checkpoint tf.train.list_variables tf.compat.v1.train.Saver.restore "
-    "tf.saved_model.load tf.data.Dataset.load tf.data.experimental.make_csv_dataset tf.data.TextLineDataset.__init__ "
-    "tf.data.TFRecordDataset.__init__",
-    "change": "os.truncate os.chmod os.utime os.rename os.replace gfile.WritableFile gfile.RenameFile "
-    "tf.train.CheckpointManager.__init__",
+    "read": "os.stat os.lstat os.access os.readlink os.link os.symlink os.listxattr os.getxattr os.statvfs "
+    "gfile.BufferedInputStream gfile.FileExists gfile.IsDirectory gfile.Stat gfile.CopyFile tf.io.read_file "
+    "tf.train.Checkpoint.restore tf.train.Checkpoint.read tf.train.latest_checkpoint tf.train.load_checkpoint "
+    "tf.train.list_variables tf.compat.v1.train.Saver.restore tf.saved_model.load tf.data.Dataset.load "
+    "tf.data.experimental.make_csv_dataset tf.data.TextLineDataset.__init__ tf.data.TFRecordDataset.__init__",
+    "match": "tf.data.Dataset.list_files",
+    "change": "os.truncate os.chmod os.chown os.setxattr os.removexattr os.utime os.rename os.replace "
+    "gfile.WritableFile gfile.RenameFile tf.train.CheckpointManager.__init__",
     "write": "os.mkdir os.remove os.unlink os.rmdir gfile.CreateDir gfile.RecursivelyCreateDir gfile.DeleteFile "
     "gfile.DeleteRecursively tf.train.Checkpoint.save tf.train.Checkpoint.write tf.compat.v1.train.Saver.save "
     "tf.summary.create_file_writer summary.create_file_writer_v2 tf.compat.v2.summary.create_file_writer "
@@ -122,6 +123,19 @@ class Redirection:
         if os.path.lexists(redirected) or os.path.lexists(index_of_checkpoint):
             return redirected
         return path
+
+    def _to_match(self, pattern: Any) -> Any:
+        """Return the paths of files that match one or more patterns; the patterns if none was written before."""
+        patterns = [pattern]
+        if isinstance(pattern, (list, tuple)):
+            patterns = list(pattern)
+        if any(self._redirected(text) is None for text in patterns):
+            return pattern
+        paths = [path for text in patterns for path in sorted(glob.glob(os.fsdecode(text)))]
+        to_read = self._to_read(paths)
+        if to_read == paths:
+            return pattern
+        return to_read
 
     def _to_write(self, path: Any) -> Any:
         """Return the path to write to instead; the path itself where nothing is redirected."""
@@ -219,7 +233,12 @@ class Redirection:
         """Change a path among the arguments of a function, and in its result."""
         original = getattr(owner, name)
         position, keyword = _path_parameter(original)
-        changes = {"open": self._to_read, "read": self._to_read, "change": self._to_change}
+        changes = {
+            "open": self._to_read,
+            "read": self._to_read,
+            "match": self._to_match,
+            "change": self._to_change,
+        }
         change_for_access = changes.get(access, self._to_write)
         if access == "write second":
             position += 1

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import sys
 import time
@@ -34,6 +35,8 @@ from npu_device._src.verify.plan import DONE, LOG, PROBLEM, START, PlannedProces
 SEED = 20201
 
 _TAIL_LINES = 25
+_MISSING = re.compile("No such file or directory|No files matched pattern")
+_WORD = re.compile(r"[^\s'\";,]+")
 
 
 class ForkingProcess(ABC):
@@ -192,4 +195,18 @@ def report_problem(process: PlannedProcess, end: str) -> None:
 
 def problem_text(process: PlannedProcess, end: str) -> str:
     tail = "\n".join(output_of(process).splitlines()[-_TAIL_LINES:])
-    return f"as {process.name}, the script {end}. The end of its output:\n{tail}"
+    written = _written(process, tail)
+    return f"as {process.name}, the script {end}. The end of its output:\n{tail}{written}"
+
+
+def _written(process: PlannedProcess, output: str) -> str:
+    """Return what to do if an error is about a file that the run has written; else ""."""
+    lines = [line for line in output.splitlines() if _MISSING.search(line)]
+    for path in _WORD.findall("\n".join(lines)):
+        # Some calls look for files only where the user has them.
+        if os.path.lexists(f"{process.files}{os.path.abspath(path)}"):
+            return (
+                f"\nThis run has written {path}, and keeps it apart.\nWhat to do: run the script once without npurun "
+                "verify or speed, so that the file is there."
+            )
+    return ""
