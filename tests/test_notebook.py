@@ -47,7 +47,7 @@ def show(scale):
     print([(isinstance(one, Sum), one.value, writeable) for one, writeable in results])
 """
 HOROVOD = """
-import atexit, threading
+import atexit, tempfile, threading
 from npu_device import horovod
 
 def write(name):
@@ -60,14 +60,17 @@ def place(base, step):
     hvd.allreduce(1.0)
     threading.Timer(0.5, write, [f"thread{hvd.rank()}"]).start()
     atexit.register(write, f"exit{hvd.rank()}")
+    write(os.path.join(tempfile.gettempdir(), f"temporary{hvd.rank()}"))
     print("a bar", end="\\rits end\\n")
     names = "RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE"
     return base + step * hvd.rank(), os.environ["COLOUR"], [os.environ[f"HOROVOD_{name}"] for name in names]
 
 os.environ["COLOUR"] = "blue"
 os.environ["HOROVOD_TIMELINE"] = "timeline"
+os.environ["TMPDIR"], tempfile.tempdir = os.getcwd(), None
 print(horovod.run(place, (10,), {"step": 5}, np=2))
-del os.environ["HOROVOD_TIMELINE"]
+del os.environ["HOROVOD_TIMELINE"], os.environ["TMPDIR"]
+tempfile.tempdir = None
 """
 FAIL = """
 class BadLabel(ValueError):
@@ -174,8 +177,8 @@ def test_cells_run_on_ranks(kernel: Kernel, tmp_path: Path) -> None:
         (10 + 5 * rank, "blue", [str(rank), "2", str(rank), "2", "0", "1"]) for rank in range(2)
     ]
     assert printed.endswith(f"{placed}\n") and "[1] its end\n" in printed and not error
-    # What has outlived the function is there when the call returns.
-    late = {f"{kind}{rank}" for kind in ("thread", "exit") for rank in range(2)}
+    # What has outlived the function, and what it has put into a temporary folder, is there when the call returns.
+    late = {f"{kind}{rank}" for kind in ("thread", "exit", "temporary") for rank in range(2)}
     assert {*late, "timeline", "timeline.trace"} <= {*os.listdir(tmp_path)}
     shown, error = kernel.run(FAIL)
     assert error == "BadLabel: a bad label"

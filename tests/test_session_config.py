@@ -404,13 +404,18 @@ def test_ranks_begin_with_the_variables_of_rank_0_and_tf_config_starts_no_server
         for rank in range(2)
     ]
     script = RANKS.replace("MODEL", model)
-    for ended in job.finish(
-        job.start_each(tmp_path, script, [{"TF_CONFIG": json.dumps(task)} for task in tasks])
-    ):
+    environments = [{"TF_CONFIG": json.dumps(task)} for task in tasks]
+    for ended in job.finish(job.start_each(tmp_path, script, environments)):
         assert ended.code == 0, ended.output
         assert "trained ('model.ckpt-1', 16.0)" in ended.output
     for folder in (model, f"{model}/rank1"):
         assert tf.train.load_checkpoint(folder).get_tensor("w") == 16
+    # The files of rank 0 are removed for a new beginning: the other rank's checkpoint is none, either.
+    for path in Path(model).glob("*.*"):
+        path.unlink()
+    Path(model, "checkpoint").unlink()
+    for ended in job.finish(job.start_each(tmp_path, script, environments)):
+        assert "trained ('none', 15.0)" in ended.output, ended.output
 
 
 @has_estimators

@@ -94,8 +94,12 @@ class Pool:
         directory = self._directory.name
         horovod = self.has_horovod_variables
         # What the ranks leave there is removed with the pool.
+        temporary = directory
+        if self.ends_as_scripts:
+            # A temporary file of a script may be its result.
+            temporary = tempfile.gettempdir()
         return [
-            *start_ranks(Path(directory), self.size, arguments, environment, horovod, directory)
+            *start_ranks(Path(directory), self.size, arguments, environment, horovod, temporary)
         ]
 
     def _accept(self, listener: Listener) -> None:

@@ -19,6 +19,7 @@ import tensorflow as tf
 from npu_device._src import compat, environment
 from npu_device._src.tf1.config import npu_session_config_init, set_option
 from npu_device._src.tf1.hooks import NPUBroadcastGlobalVariablesHook
+from npu_device._src.training.opening.current_world import world_unless_child
 from npu_device._src.training.opening.device import unless_child
 
 _estimator = compat.estimator_module()
@@ -262,25 +263,38 @@ def _check(settings: dict[str, Any]) -> None:
 def _of_this_rank(model_dir: str | None, config: Any) -> tuple[str | None, Any]:
     """Return the folder in which this rank writes checkpoints, and the configuration with it.
 
-    Two ranks can't write to one folder: TensorFlow gives the temporary files of both the same names. The newest
-    checkpoint of rank 0 is copied if it is newer than that of this rank, for instance after a job with fewer ranks.
+    Two ranks can't write to one folder: TensorFlow gives the temporary files of both the same names. The folder of
+    rank 0 decides: where this rank's newest checkpoint is another one, for instance after a job with fewer ranks, that
+    of rank 0 is copied if this rank sees it, or else this rank begins without any.
     """
     shared = model_dir or config.model_dir
-    job = unless_child()
-    if shared is None or job is None or job.cluster.rank == 0:
+    world = world_unless_child()
+    if shared is None or world is None:
         return model_dir, config
-    name = f"rank{job.cluster.rank}"
-    if os.path.basename(shared) == name:
+    newest = tf.train.latest_checkpoint(shared)
+    root_step = world.object_from_root(_step_of(newest))
+    name = f"rank{world.rank}"
+    if world.is_main or os.path.basename(shared) == name:
         return model_dir, config
     folder = os.path.join(shared, name)
-    newest = tf.train.latest_checkpoint(shared)
-    if newest is not None and _step_of(newest) > _step_of(tf.train.latest_checkpoint(folder)):
+    own = tf.train.latest_checkpoint(folder)
+    if newest is None or _step_of(newest) != root_step:
+        # This rank doesn't see the folder of rank 0, or that one has no checkpoint.
+        if own is not None and _step_of(own) != root_step:
+            tf.io.gfile.remove(os.path.join(folder, "checkpoint"))
+    elif own is None or _index_of(own) != _index_of(newest):
         tf.io.gfile.makedirs(folder)
         copied = os.path.join(folder, os.path.basename(newest))
         for path in tf.io.gfile.glob(f"{newest}.*"):
             tf.io.gfile.copy(path, os.path.join(folder, os.path.basename(path)), overwrite=True)
         tf.compat.v1.train.update_checkpoint_state(folder, copied)
     return folder, config.replace(model_dir=folder)
+
+
+def _index_of(checkpoint: str) -> bytes:
+    """Return the step, and what has checksums of all variables."""
+    with tf.io.gfile.GFile(f"{checkpoint}.index", "rb") as index:
+        return checkpoint.rpartition("-")[2].encode() + index.read()
 
 
 def _step_of(checkpoint: str | None) -> int:
