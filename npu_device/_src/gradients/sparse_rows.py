@@ -129,7 +129,7 @@ def add_up_slices(
     length = tf.cast(slices.dense_shape[0], tf.int32)
 
     def dense() -> RowsAndIndices:
-        table = tf.math.unsorted_segment_sum(own_rows, own_indices, length)
+        table = _sums_of_rows(own_rows, own_indices, length)
         [[total]] = engine.all_reduce([[table]], reduction, wire)
         # Only picked rows are sent: an optimizer may move any row that it gets, even by a gradient of 0.
         gathered_indices, _ = tf.unique(gather_ragged(engine, own_indices))
@@ -152,4 +152,10 @@ def _gather_rows(engine: AgreedEngine, rows: tf.Tensor, wire: Wire) -> tf.Tensor
 def add_up_duplicates(rows: tf.Tensor, indices: tf.Tensor) -> RowsAndIndices:
     """Add up the rows of each index, in their order; return them with the indices, each of which is there once."""
     unique, position = tf.unique(indices)
-    return tf.math.unsorted_segment_sum(rows, position, tf.size(unique)), unique
+    return _sums_of_rows(rows, position, tf.size(unique)), unique
+
+
+def _sums_of_rows(rows: tf.Tensor, places: tf.Tensor, count: Any) -> tf.Tensor:
+    """Return for each place the sum of its rows, in their order: TensorFlow's GPUs add up in any order."""
+    with tf.device("CPU:0"):
+        return tf.math.unsorted_segment_sum(rows, places, count)
