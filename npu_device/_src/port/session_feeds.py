@@ -53,8 +53,8 @@ class _Reader:
 
     def __init__(self, port: Port, call: Any) -> None:
         self._port = port
-        around = port.around(call)
-        self._loops = [outer for outer in around if isinstance(outer, (cst.For, cst.While))]
+        statements = port.around(call)
+        self._loops = [outer for outer in statements if isinstance(outer, (cst.For, cst.While))]
 
     def feed(self, node: Any, depth: int) -> Feed:
         if depth > _DEEPEST:
@@ -66,21 +66,21 @@ class _Reader:
             return Feed.BATCH
         # The test of a conditional expression says nothing of its value.
         if isinstance(node, cst.IfExp):
-            return self._of_parts([node.body, node.orelse], depth)
+            return self._of_operands([node.body, node.orelse], depth)
         if isinstance(node, _OPERATIONS):
-            parts = [part for part in node.children if isinstance(part, cst.BaseExpression)]
-            return self._of_parts(parts, depth)
+            operands = [child for child in node.children if isinstance(child, cst.BaseExpression)]
+            return self._of_operands(operands, depth)
         # It was changed in place: rate *= 0.5
         if isinstance(node, cst.AugAssign):
-            return self._of_parts([node.target, node.value], depth)
+            return self._of_operands([node.target, node.value], depth)
         if isinstance(node, cst.Call):
             return self._of_call(node, depth)
         if dotted(node):
             return self._of_name(node, depth)
         return Feed.UNKNOWN
 
-    def _of_parts(self, parts: list, depth: int) -> Feed:
-        feeds = {self.feed(part, depth + 1) for part in parts}
+    def _of_operands(self, operands: list, depth: int) -> Feed:
+        feeds = {self.feed(operand, depth + 1) for operand in operands}
         # A batch with anything else has the samples of the batch.
         if Feed.BATCH in feeds:
             return Feed.BATCH
@@ -93,7 +93,7 @@ class _Reader:
         if self._gives_number(call):
             values = [arg.value for arg in call.args]
         # A batch among them doesn't make the result one: len(batch)
-        if self._of_parts(values, depth) is Feed.NUMBER:
+        if self._of_operands(values, depth) is Feed.NUMBER:
             return Feed.NUMBER
         return Feed.UNKNOWN
 
@@ -110,7 +110,7 @@ class _Reader:
         values = self._port.origins(node)
         if isinstance(value, cst.AugAssign):
             values = [value]
-        feed = self._of_parts(values, depth)
+        feed = self._of_operands(values, depth)
         if feed is Feed.NUMBER:
             return feed
         is_in_loop = any(outer in self._loops for outer in self._port.around(assignment.statement))
@@ -142,7 +142,7 @@ class _Reader:
         if assignment.portion.position is not None or method(value) in WORDS_BY_TOPIC["draws"]:
             return True
         # One value may be a rate: rate = schedule(epoch)
-        feed = self._of_parts([arg.value for arg in value.args], depth)
+        feed = self._of_operands([arg.value for arg in value.args], depth)
         return feed is not Feed.NUMBER and not self._gives_number(value)
 
     def _counts(self, subscript: Any, depth: int) -> bool:

@@ -277,12 +277,12 @@ def _of_this_rank(model_dir: str | None, config: Any) -> tuple[str | None, Any]:
     if world.is_main or os.path.basename(shared) == name:
         return model_dir, config
     folder = os.path.join(shared, name)
-    own = tf.train.latest_checkpoint(folder)
+    own_newest = tf.train.latest_checkpoint(folder)
     if newest is None or _step_of(newest) != root_step:
         # This rank doesn't see the folder of rank 0, or that one has no checkpoint.
-        if own is not None and _step_of(own) != root_step:
+        if own_newest is not None and _step_of(own_newest) != root_step:
             tf.io.gfile.remove(os.path.join(folder, "checkpoint"))
-    elif own is None or _index_of(own) != _index_of(newest):
+    elif own_newest is None or _index_of(own_newest) != _index_of(newest):
         tf.io.gfile.makedirs(folder)
         copied = os.path.join(folder, os.path.basename(newest))
         for path in tf.io.gfile.glob(f"{newest}.*"):

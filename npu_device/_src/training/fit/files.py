@@ -191,9 +191,9 @@ class Saves:
             sees = self._shared.get((writer, directory))
         if sees is None:
             # What is there may be a file that the first rank of this host hasn't finished.
-            for other in self._writers():
-                if other > writer:
-                    self._wait_for(other, path, moment)
+            for rank in self._writers():
+                if rank > writer:
+                    self._wait_for(rank, path, moment)
             return _exists(path)
         self._shared[writer, directory] = sees
         return sees
