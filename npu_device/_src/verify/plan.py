@@ -36,9 +36,8 @@ class PlannedProcess:
     )
     ranks: int = 1  # number of ranks of its run; 1 for a process without a job
     rank: int = 0
-    is_perturbed: bool = (
-        False  # the single process's twin, whose inputs are changed in their last bit
-    )
+    # True for the single process's twin, whose inputs are changed in their last bit.
+    is_perturbed: bool = False
 
     @property
     def folder(self) -> Path:
