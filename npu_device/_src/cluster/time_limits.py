@@ -32,9 +32,8 @@ COPY_END_SECONDS = 10.0  # for the last copy in memory, when a checkpoint is clo
 # it has.
 UPDATE_END_SECONDS = 60.0
 UPDATE_POLL_SECONDS = 0.001
-LATE_RANK_SECONDS = (
-    60.0  # after the end of another rank, before npurun names the ranks that still run
-)
+# After the end of another rank, before npurun names the ranks that still run.
+LATE_RANK_SECONDS = 60.0
 STALL_POLL_SECONDS = 0.2  # between two looks at whether it waits in a collective, and for whom
 WHERE_SECONDS = 2.0  # after a long wait: for the others to say where they are
 
@@ -47,9 +46,8 @@ MPI_GRACE_SECONDS = 3.0
 # Shared memory
 MEMORY_RETRY_SECONDS = 0.2  # between two attempts to make, or to find, the memory of a group
 
-LOAD_CHECK_SECONDS = (
-    1.0  # in load_once, before a waiting rank checks whether the loading one is alive
-)
+# In load_once, before a waiting rank checks whether the loading one is alive.
+LOAD_CHECK_SECONDS = 1.0
 LOAD_NOTICE_SECONDS = 30.0  # in load_once, between two lines of a rank that waits
 
 # The ranks' connections to each other

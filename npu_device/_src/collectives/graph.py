@@ -112,9 +112,8 @@ def origin(tensor: tf.Tensor) -> tf.Tensor:
 # which finds the one to run by an id, and the id is an eager tensor that the graph captures: whatever can run
 # the graph holds the tensor, and when the tensor goes, so does the function. A weak reference to the graph would go too
 # early: another graph may have inlined it. Can go when ``tf.numpy_function`` releases the function with the graph.
-_FEWEST_CAPTURED_ELEMENTS = (
-    129  # TensorFlow copies smaller tensors (``capture_container._EAGER_CONST_THRESHOLD``)
-)
+# TensorFlow copies smaller tensors (``capture_container._EAGER_CONST_THRESHOLD``).
+_FEWEST_CAPTURED_ELEMENTS = 129
 functions_by_id: dict[int, Callable] = {}
 
 

@@ -30,9 +30,8 @@ _TOLERANCE = 1e-6
 # The tolerance for sessions, whose inputs aren't changed, and for averages, which may travel in 16 bits.
 _TOLERANCE_UNPERTURBED = 1e-3
 _ROUNDINGS = 4 * 2.0**-23  # fraction of the norm of the weights: float32 rounds them at each update
-_MAJORITY = (
-    0.75  # changes that this fraction of the variables stays below are allowed in all of them
-)
+# Changes that this fraction of the variables stays below are allowed in all of them.
+_MAJORITY = 0.75
 # A tensor counts as a multiple of the single process's if, after scaling, less than this fraction of the norm is left.
 _PURE = 0.1
 # If a change of inputs in the last bit moves a tensor by this fraction of its norm, the tensor is mere rounding.

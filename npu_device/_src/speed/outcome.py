@@ -35,9 +35,8 @@ _TOLERANCE = 0.15  # fraction of the rows of a batch, whose last batch may be sh
 _WORTH_IT = 1.05  # the gain from which something is recommended
 _DISTURBED = 0.1  # cores that other programs take, from which they may have decided
 _SMALL = 1 << 20  # bytes of gradients that aren't worth segments
-_TCP = (
-    0.45  # fraction of the time of TensorFlow's ring, for 100 MiB at 10 Gbit/s (docs/benchmarks.md)
-)
+# Fraction of the time of TensorFlow's ring, for 100 MiB at 10 Gbit/s (docs/benchmarks.md).
+_TCP = 0.45
 _FILE = "outcome.pickle"
 
 _COUNTED = (

@@ -20,9 +20,8 @@ from npu_device._src.training.fit.mixing import is_of_gradients, setters_of
 from npu_device._src.training.watching.digests import variable_name
 from npu_device._src.world.current_step import IsSum
 
-_CLEARLY = (
-    1e-3  # fraction of a number: what is nearer is equal, where no tolerance has been measured
-)
+# Fraction of a number: what is nearer is equal, where no tolerance has been measured.
+_CLEARLY = 1e-3
 
 
 @dataclass(frozen=True)
