@@ -133,7 +133,7 @@ def test_the_part_of_a_lost_host_comes_from_its_neighbour(two_ranks: Pool, tmp_p
 
 def _record(name: str, content: bytes) -> dict[str, Any]:
     checksum = zlib.crc32(content)
-    return {"name": name, "part": "", "bytes": len(content), "crc": checksum, "held": True}
+    return {"name": name, "slice": "", "bytes": len(content), "crc": checksum, "held": True}
 
 
 def test_a_host_sends_what_the_other_lacks() -> None:
@@ -184,7 +184,7 @@ COPYING = """
     ):
         content = struct.pack("2f", 3, 4) if fields["kind"] == "shared" else b"of rank %d" % rank
         crc = zlib.crc32(content)
-        records.append({**fields, "part": "", "bytes": len(content), "crc": crc, "held": True})
+        records.append({**fields, "slice": "", "bytes": len(content), "crc": crc, "held": True})
         contents.append(memoryview(content))
     manifest = {"world_size": size, "notes": {"from": "memory"}, "variables": ["v"]}
     header = {"attempt": 0, "step": 2, "rank": rank, "directory": "/proc/self/cwd/parts", "keep": 3}
@@ -273,7 +273,7 @@ RING = """
     slots, received = open_slots(environment.NPU_DEVICE_MEMORY_COPIES.get())
     contents = {"shared": bytes(10_000_000), "own": b"of rank %d" % rank}
     records = [
-        {"name": name, "part": "", "bytes": len(text), "crc": zlib.crc32(text), "held": True}
+        {"name": name, "slice": "", "bytes": len(text), "crc": zlib.crc32(text), "held": True}
         for name, text in contents.items()
     ]
     header = {"attempt": 0, "step": 2, "rank": rank, "directory": "", "records": records}
