@@ -312,7 +312,7 @@ os.makedirs(f"{sys.argv[0]}.{min(rank, 1)}", exist_ok=True)
 os.chdir(f"{sys.argv[0]}.{min(rank, 1)}")
 pause = time.sleep
 def begin(seconds):
-    if seconds == 0.2:
+    if sys._getframe(1).f_code.co_name == "write":
         open("model.keras", "w").close()
         pause(4)
     pause(seconds)

@@ -6,6 +6,10 @@ import gc
 from collections.abc import Collection, Iterable, Iterator
 
 
+_FROZEN_BEFORE = gc.get_freeze_count()
+"""How many objects were frozen before this package was imported: they are modules, and nothing of a script."""
+
+
 def live_objects(classes: Collection) -> list:
     """Return the objects that exist of some classes; their subclasses don't count.
 
@@ -13,16 +17,10 @@ def live_objects(classes: Collection) -> list:
     import of a module that loads late. The faster ``gc.get_referrers`` ends the process (SIGSEGV) if extension modules
     such as scikit-learn's are loaded.
     """
-    # The collector doesn't list what it has been told to leave alone.
-    is_frozen = bool(gc.get_freeze_count())
-    if is_frozen:
+    # The collector doesn't list frozen objects. Frozen again, all that exists now would never be freed.
+    if gc.get_freeze_count() > _FROZEN_BEFORE:
         gc.unfreeze()
-    try:
-        return [instance for instance in gc.get_objects() if type(instance) in classes]
-    finally:
-        if is_frozen:
-            gc.collect()
-            gc.freeze()
+    return [instance for instance in gc.get_objects() if type(instance) in classes]
 
 
 def with_subclasses(classes: Iterable) -> Iterator:
