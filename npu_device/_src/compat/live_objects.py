@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Collection, Iterable, Iterator
 
-
 _FROZEN_BEFORE = gc.get_freeze_count()
 """How many objects were frozen before this package was imported: they are modules, and nothing of a script."""
 
