@@ -72,7 +72,7 @@ def own_traces() -> Iterator[None]:
     """Let functions of the script that are called in the block have traces of their own, which no other block reuses.
 
     TensorFlow keeps the trace of a ``tf.function`` for all callers that it takes for alike: those in one XLA context
-    that asks for it (``make_function_context``). An eager caller has none, so that functions run eagerly there.
+    that asks for it (``make_function_context``). An eager caller has none, so that functions run inline there.
     """
     if graph_being_built() is None:
         with functions_inline():
@@ -148,7 +148,7 @@ _inline_blocks = _InlineBlocks()
 
 @contextlib.contextmanager
 def functions_inline() -> Iterator[None]:
-    """Run functions of the script as plain Python, in the graph of their caller if it builds one."""
+    """Run functions of the script as plain Python, where nothing builds a graph."""
     _inline_blocks.begin()
     try:
         yield
