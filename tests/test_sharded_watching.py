@@ -123,11 +123,12 @@ def test_each_rank_holds_its_share_from_the_start_to_the_first_file(
     grown: list[list[float]] = []
     for divides in ("False", "True"):
         text = LARGE.replace("DIVIDES", divides).replace("FOLDER", str(tmp_path))
-        outputs = job.outputs(tmp_path, 2, text, keras=keras)
+        # With a fixed threshold, the C library gives freed tensors back at once, so that peaks repeat to a MB.
+        outputs = job.outputs(tmp_path, 2, text, keras=keras, MALLOC_MMAP_THRESHOLD_="1048576")
         grown.append([float(output.split("grown by ")[1].split()[0]) for output in outputs])
     for whole, divided in zip(*grown):
-        # Half of two moments and an average of 67 MB each.
-        assert divided < whole - 70, grown
+        # Half of two moments and an average of 67 MB each, less what rank 0 fetches while it saves.
+        assert divided < whole - 40, grown
     assert "  optimizer      divided over 2 ranks (Adam: 101 of 201 MB on this one)" in outputs[0]
     together = "".join(outputs)
     # The last word names the weight that rank 1 has changed after the last step.
