@@ -14,7 +14,10 @@ from npu_device._src.options.table import GLOBAL_OPTIONS, Rule
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
-_BY_NPURUN = ("HUB", "ERROR_FILE", "HOROVOD", "RESTART_COUNT", "RANK_PROCESS", "PROGRESS_FILE")
+_BY_NPURUN = (
+    *("HUB", "ERROR_FILE", "HOROVOD", "RESTART_COUNT", "RANK_PROCESS", "PROGRESS_FILE"),
+    *("JOIN_REQUESTS", "MEMORY_COPIES"),
+)
 _BY_LAUNCH_SCRIPTS = re.compile("RANK_|POD_NAME|CM_|(ASCEND_)?DEVICE_ID|JOB_ID")
 
 

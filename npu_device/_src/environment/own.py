@@ -191,8 +191,8 @@ NPU_DEVICE_RESTART_COUNT = Variable(
     "NPU_DEVICE_RESTART_COUNT",
     forms.integer(0),
     0,
-    "how often the job has been started again after a failure (`npurun --max-restarts`); `npurun` sets this.",
-    "restarts",
+    "number of earlier attempts of the job: each restart, preemption or join begins a new one; `npurun` sets this.",
+    "attempts",
 )
 NPU_DEVICE_RANK_PROCESS = optional(
     "NPU_DEVICE_RANK_PROCESS",
