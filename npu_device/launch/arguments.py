@@ -436,7 +436,7 @@ def _add_nodes(group: argparse._ActionsContainer) -> None:
         "--nnodes",
         type=types.nodes,
         metavar="N",
-        help="number of nodes (default 1); MIN:MAX: start with MAX nodes, continue with MIN or more",
+        help="number of nodes (default 1); MIN:MAX: wait for MAX nodes, run with MIN or more",
     )
     _add(group, "--node-rank", type=int, metavar="R", help="number of this node, from 0")
     _add(

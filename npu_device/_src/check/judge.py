@@ -18,7 +18,7 @@ SIZES = {4: "4 B", 64 << 10: "64 KiB", 1 << 20: "1 MiB", 16 << 20: "16 MiB"}
 _DOMAINS = {"socket": "socket", "numa": "NUMA node", "l3cache": "L3 cache"}
 _LEAST_MEMORY = 1 << 30  # bytes a rank; TensorFlow itself takes about half of that
 _AS_FAST = 1.1  # an engine within this factor of the shortest time is as fast
-_SLOWER = 3  # measured for 100 MiB on two ranks (docs/notes.md)
+_SLOWER = 3  # measured for 100 MiB on two ranks (docs/benchmarks.md)
 # A link is slow below this fraction of the speed that its interface claims: a core may be the limit of fast ones.
 _SLOW_LINK = 0.25
 
@@ -276,7 +276,7 @@ def _crowded(job: CheckedJob, host: str, ranks: Sequence[int]) -> Iterator[str]:
         yield (
             f"no cache joins the cores of all ranks on host {host}: sums of large tensors take up to {_SLOWER} times "
             "as long as with one.\nWhat to do: nothing if each rank needs the cores of its own cache or NUMA node; "
-            "npurun speed --bind-to compares."
+            "npurun speed compares."
         )
 
 
