@@ -50,6 +50,7 @@ import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
 import npu_device._api  # noqa: E402, F401
+from npu_device._src.compat.live_objects import freeze_modules  # noqa: E402
 from npu_device._src.membership.never_opened import warn_at_exit  # noqa: E402
 from npu_device._src.membership.parent_rank import mark_as_candidate  # noqa: E402
 
@@ -71,9 +72,8 @@ def serve() -> dict[str, Any] | None:
     )
     _left_whole["itself"] = _left_whole  # type: ignore[assignment]  # a cycle: what is frozen as well is never freed
     gc.enable()
-    gc.collect()
     # The collections of the children, at their exit above all, then leave TensorFlow's objects alone.
-    gc.freeze()
+    freeze_modules()
     status_of: dict[int, str] = {}
     unread = b""
     # To look for the ends of children at intervals would be 0.3 % of a core.
