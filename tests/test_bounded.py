@@ -53,6 +53,7 @@ def body_new_numbers() -> int:
     return sorted(after - before for before, after in zip(held, held[1:]))[1]
 
 
+@pytest.mark.once
 @pytest.mark.both_backends
 def test_new_python_numbers_take_no_memory(two_ranks: Pool) -> None:
     # TensorFlow kept 0.7 KB for each: 140 KB.
@@ -178,6 +179,7 @@ def body_graphs(known: bool) -> tuple[dict[str, int], int, int]:
     return alive, len(called - before), len(set(graph.functions_by_id) - before)
 
 
+@pytest.mark.once
 @pytest.mark.both_backends
 def test_graphs_that_are_traced_anew_are_released(two_ranks: Pool, backend: str) -> None:
     for alive, called, left in two_ranks.run(body_graphs, backend == "tensorflow"):

@@ -266,6 +266,7 @@ def test_training_goes_on_from_the_checkpoint_of_the_root_as_in_one_process(
     assert not any(warnings for *_, warnings in results)
 
 
+@pytest.mark.once
 def test_what_cant_be_sent_before_the_first_step_is_said(keras_two_ranks: Pool) -> None:
     for error, _ in keras_two_ranks.run(body_unsendable, "uncallable"):
         assert "What to do: build the model before fit, on every rank" in error

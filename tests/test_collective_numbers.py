@@ -428,6 +428,7 @@ def body_large() -> list[tuple[float, float, bool]]:
     return found
 
 
+@pytest.mark.once
 def test_200_mb_are_reduced_in_time_and_little_memory(two_ranks: Pool) -> None:
     for found in two_ranks.run(body_large):
         for elapsed, peak, right in found:

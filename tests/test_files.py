@@ -268,6 +268,7 @@ def test_a_save_that_fails_and_directories_of_each_rank(
         ] * rank
 
 
+@pytest.mark.once
 def test_callbacks_write_and_print_on_rank_0(keras_two_ranks: Pool, tmp_path: Path) -> None:
     keras = keras_two_ranks.keras
     for rank, found in enumerate(keras_two_ranks.run(body_in_fit, keras, str(tmp_path))):

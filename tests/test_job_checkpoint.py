@@ -21,6 +21,7 @@ def steps_in(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir() if path.is_dir())
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_a_loop_goes_on_to_the_same_bits(keras_two_ranks: Pool, tmp_path: Path, keras: str) -> None:
     """With a common directory; under tf-keras each rank has a disk of its own, and the last one's is lost."""

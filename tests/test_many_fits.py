@@ -7,6 +7,7 @@ import os
 import weakref
 from typing import Any
 
+import pytest
 from fit_models import compile_model, make_model, samples
 from pool import Pool
 
@@ -41,6 +42,7 @@ def body_fits(warm: int, counted: int) -> Any:
     return [later - earlier for earlier, later in zip(before, after)], [one() for one in models]
 
 
+@pytest.mark.once
 def test_dropped_models_and_their_graphs_are_freed(keras_two_ranks: Pool) -> None:
     for (threads, groups, objects), models in keras_two_ranks.run(body_fits, 2, 1):
         assert models == [None] * 3

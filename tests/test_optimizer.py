@@ -198,6 +198,7 @@ def body_none_and_sparse() -> None:
         )
 
 
+@pytest.mark.once
 def test_missing_and_sparse_gradients_are_trained_as_one_process(keras_ranks: Pool) -> None:
     """Keras 3's Adagrad squares each row of an index by itself."""
     keras_ranks.run(body_none_and_sparse)

@@ -224,6 +224,7 @@ third.fit(x[rank::size], x[rank::size, :1], batch_size=4, epochs=5, verbose=0)
 """
 
 
+@pytest.mark.once
 def test_a_second_model_that_nobody_replicates(tmp_path: Path, keras: str) -> None:
     together = "".join(
         job.outputs(tmp_path, 2, LOADED.format(path=tmp_path / "half.keras"), keras=keras)

@@ -55,7 +55,7 @@ def _variables(environment: dict[str, str]) -> dict[str, str]:
     return {**clean_environment(), "TF_CPP_MIN_LOG_LEVEL": "2", **environment}
 
 
-def finish(processes: list[ForkedProcess], timeout: float = 60) -> list[Ended]:
+def finish(processes: list[ForkedProcess], timeout: float = 120) -> list[Ended]:
     """Wait for every rank; those that are not done in time are killed and fail the test."""
     late = end_all(processes, timeout)
     results = [Ended(process.wait(), process.output, process.ended_at) for process in processes]
@@ -75,7 +75,7 @@ def kill(processes: list[ForkedProcess]) -> None:
 
 
 def run(
-    directory: Path, size: int, script: str, timeout: float = 60, **environment: str
+    directory: Path, size: int, script: str, timeout: float = 120, **environment: str
 ) -> list[Ended]:
     """Start and wait."""
     return finish(start(directory, size, script, **environment), timeout)
@@ -86,7 +86,7 @@ def outputs(
     size: int,
     script: str,
     code: int = 0,
-    timeout: float = 60,
+    timeout: float = 120,
     keras: str = "3",
     **environment: str,
 ) -> list[str]:
@@ -99,7 +99,7 @@ def outputs(
     return [result.output for result in results]
 
 
-def wait_for(processes: list[ForkedProcess], word: str = "ready", timeout: float = 60) -> None:
+def wait_for(processes: list[ForkedProcess], word: str = "ready", timeout: float = 120) -> None:
     """Wait until all ranks have printed a word."""
     until = time.monotonic() + timeout
     for process in processes:
@@ -116,7 +116,7 @@ def stamp(output: str, word: str) -> float:
 
 
 def run_anew(
-    commands: list[list[str]], environments: list[dict[str, str]], timeout: float = 60
+    commands: list[list[str]], environments: list[dict[str, str]], timeout: float = 120
 ) -> list[Ended]:
     """Start commands side by side, with nothing imported beforehand, and wait."""
     processes = [
