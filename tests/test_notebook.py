@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from pool import Pool
 from ranks import LEAN
 
 import npu_device as npu
+from npu_device._src.pools import by_value
 
 nbformat = pytest.importorskip("nbformat", reason="the extra 'test' has it")
 nbclient = pytest.importorskip("nbclient", reason="the extra 'test' has it")
@@ -215,3 +217,9 @@ def test_a_rank_starts_no_ranks(two_ranks: Pool) -> None:
         assert inside.startswith("RuntimeError: npu.run was called in a job")
         assert none == "ValueError: ranks=0: expected a whole number from 1"
         assert word == "TypeError: npu.run takes a function first, not a str"
+
+
+def test_cloudpickle_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    with pytest.raises(ImportError, match=re.escape("pip install 'npu_device[notebook]'")):
+        by_value.sent(max, (1, 2))

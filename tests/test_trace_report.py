@@ -441,6 +441,20 @@ def test_the_older_half_goes_at_the_limit(tmp_path: Path) -> None:
     assert found.gradients == TWO.gradients
 
 
+def test_no_iteration_of_an_earlier_cut_is_kept_at_the_limit(tmp_path: Path) -> None:
+    recorder = records.TraceFile(tmp_path, HEADER, Sampling(((1, 1000),)), limit=2000)
+    one_segment = _schema((40, 4), ((0, 1),))
+    for number in range(1, 61):
+        begin = 100.0 * number
+        if number % 9 < 6:
+            recorder.add(TWO, _points(begin))
+        else:
+            recorder.add(one_segment, [begin, begin + 1, begin + 2, begin + 2.5, begin + 2.75])
+        for found in read(tmp_path):
+            assert {len(each.allreduce) for each in found.iterations} <= {len(found.segments)}
+    recorder.close()
+
+
 def test_a_line_that_was_being_written_is_left_out(tmp_path: Path) -> None:
     record(tmp_path, (TWO, _points(100.0)))
     file = tmp_path / "rank1" / FILE

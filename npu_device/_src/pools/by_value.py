@@ -47,6 +47,8 @@ def sent(function: Callable, arguments: tuple) -> tuple[Call, Offer]:
         TypeError: the function, a variable that it uses, or an argument can't be sent.
     """
     arrays: dict[int, np.ndarray] = {}
+    # Without it, every variable would seem to be one that can't be sent.
+    _require_cloudpickle()
     try:
         pickled = _pickled((function, arguments), arrays)
     except Exception as error:
@@ -78,15 +80,20 @@ def call(sent: Call) -> bytes:
         ) from error
 
 
-def _pickled(value: Any, arrays: dict[int, np.ndarray] | None = None) -> bytes:
-    """Return a value as bytes without its large arrays, which are added to ``arrays``."""
+def _require_cloudpickle() -> None:
     try:
-        import cloudpickle
+        import cloudpickle  # noqa: F401
     except ImportError:
         raise ImportError(
             "npu.run needs cloudpickle, which sends functions of notebooks.\n"
             "What to do: pip install 'npu_device[notebook]'"
         ) from None
+
+
+def _pickled(value: Any, arrays: dict[int, np.ndarray] | None = None) -> bytes:
+    """Return a value as bytes without its large arrays, which are added to ``arrays``."""
+
+    import cloudpickle
 
     class Pickler(cloudpickle.Pickler):
         """Leaves large arrays out."""

@@ -64,5 +64,5 @@ def write_report(directory: Path) -> None:
                 "the report of the trace is in %s: the directory has files of its names", folder
             )
         _log.info("the report of the trace is %s", folder / PAGE)
-    except (OSError, ValueError) as error:
+    except Exception as error:
         _log.warning("the trace in %s has no report: %s", directory, error)

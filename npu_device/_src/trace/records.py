@@ -358,13 +358,13 @@ class TraceFile:
             self._file = None
 
     def _drop_older_half(self, file: TextIO) -> None:
-        assert self._schema is not None
-        all_lines = self._path.read_text(encoding="utf-8").splitlines()
-        lines = [line for line in all_lines if '"version"' not in line]
-        newer = lines[len(lines) // 2 + 1 :]
+        lines = self._path.read_text(encoding="utf-8").splitlines()
+        # Iterations of an earlier cut have other segments.
+        last = max(number for number, line in enumerate(lines) if '"version"' in line)
+        header, *iterations = lines[last:]
+        newer = iterations[len(iterations) // 2 + 1 :]
         file.seek(0)
         file.truncate()
-        header = json.dumps(self._header(self._schema))
         file.writelines(f"{line}\n" for line in (header, *newer))
 
 
