@@ -76,6 +76,19 @@ def test_the_newest_complete_copy_is_resumed(two_ranks: Pool, tmp_path: Path) ->
         close_slots([*memory.slots, *memory.received])
 
 
+def test_copies_of_a_removed_directory_are_not_resumed(two_ranks: Pool, tmp_path: Path) -> None:
+    memory = Memory(2)
+    try:
+        directory = tmp_path / "fit"
+        begins = two_ranks.run(
+            bodies.body_after_another_training, [memory.address] * 2, str(directory)
+        )
+        assert begins == [0, 0]
+        assert copies(memory.slots) and not memory.newer_than_disk() and not directory.exists()
+    finally:
+        close_slots(memory.slots)
+
+
 SECRET = b"of the job"
 
 

@@ -6,6 +6,7 @@ import io
 import itertools
 import os
 import resource
+import shutil
 import signal
 import sys
 import time
@@ -48,9 +49,29 @@ def body_interrupted(addresses: list[str], directory: str, after: int) -> str:
 
 
 def body_whole(addresses: list[str], directory: str) -> dict[str, Any]:
-    """Go on to the end."""
-    with settings(NPU_DEVICE_MEMORY_COPIES=addresses[npu.distribute.rank()]):
+    """Go on to the end, as after a restart."""
+    address = addresses[npu.distribute.rank()]
+    with settings(NPU_DEVICE_MEMORY_COPIES=address, NPU_DEVICE_RESTART_COUNT="1"):
         return _fit(directory, memory_every=2)
+
+
+def body_after_another_training(addresses: list[str], directory: str) -> int:
+    """Return at which step a training begins after another one of the script, whose directory is removed."""
+    with settings(NPU_DEVICE_MEMORY_COPIES=addresses[npu.distribute.rank()]):
+        steps = []
+        for _ in range(2):
+            variable = tf.Variable(1.0)
+            with npu.train.JobCheckpoint(
+                directory, memory_every=1, preemption=False, v=variable
+            ) as checkpoint:
+                steps.append(checkpoint.restore())
+                for step in range(1, 4):
+                    checkpoint.step_done(step)
+            npu.distribute.barrier()
+            if npu.distribute.rank() == 0:
+                shutil.rmtree(directory)
+            npu.distribute.barrier()
+    return max(steps)
 
 
 def body_undisturbed(directory: str) -> dict[str, Any]:
@@ -71,7 +92,8 @@ def body_to_disk(addresses: list[str]) -> None:
     """Write the copies as npurun lets a process of each host do before it ends, given their memory."""
     address = addresses[npu.distribute.rank()]
     slots = list(itertools.chain(*open_slots(address))) if address else []
-    copies_to_disk.write_newest(current_world(), slots)
+    with settings(NPU_DEVICE_RESTART_COUNT="1"):
+        copies_to_disk.write_newest(current_world(), slots)
     close_slots(slots)
 
 

@@ -118,7 +118,13 @@ def _newer(
         is_complete = ranks_found == set(range(copy.rank_count))
         # A job with another number of ranks takes only what rank 0 has: all that is shared.
         is_enough = copy.is_last and 0 in ranks_found and copy.rank_count != len(gathered)
-        if copy.step > newest and (is_complete or is_enough):
+        attempt, step = key
+        # Copies of this attempt for a directory without checkpoints are those of an earlier training of the script,
+        # which has removed its own.
+        is_of_earlier_training = (
+            newest == 0 and attempt == environment.NPU_DEVICE_RESTART_COUNT.get()
+        )
+        if step > newest and (is_complete or is_enough) and not is_of_earlier_training:
             yield copy
 
 

@@ -320,6 +320,9 @@ def bytes_of_all(variables: Sequence) -> int:
     """Return the size of variables."""
     size = 0
     for variable in variables:
-        element_size = tf.as_dtype(variable.dtype).size
-        size += int(np.prod(variable.shape)) * element_size
+        shape = tf.TensorShape(variable.shape)
+        # A table of strings, for instance, may grow.
+        if not shape.is_fully_defined():
+            shape = tf.convert_to_tensor(variable).shape
+        size += shape.num_elements() * tf.as_dtype(variable.dtype).size
     return size
