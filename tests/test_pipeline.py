@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import tensorflow as tf
 from caught_messages import error_of, warnings_of_package
 from fit_models import CLASS_WEIGHT, outcome, replicated, samples
 from pool import Pool
-from rank_comparison import compare
+from rank_comparison import compare, same_bits
 
 import npu_device as npu
 
@@ -104,19 +106,22 @@ def body_fit(kind: str, batch: int) -> Any:
             super().__init__()
             self.order = np.arange(SAMPLES)
 
-        def __len__(self) -> int:
-            return (SAMPLES + batch - 1) // batch
-
         def __getitem__(self, index: int) -> Any:
             return self.rows(index, 0, batch)
 
         def rows(self, index: int, start: int, stop: int) -> Any:
             chosen = self.order[index * batch : (index + 1) * batch][start:stop]
             made.append(len(chosen))
-            return x[chosen], y[chosen]
+            return np.stack([x[row] for row in chosen]), y[chosen]  # fails without rows
 
         def on_epoch_end(self) -> None:
             np.random.shuffle(self.order)
+
+    length = (SAMPLES + batch - 1) // batch
+    if not hasattr(Data, "num_batches"):
+        Data.__len__ = lambda self: length
+    else:
+        Data.num_batches = property(lambda self: length)  # a PyDataset needs no length
 
     def data() -> Any:
         if kind == "sequence":
@@ -280,3 +285,30 @@ def test_what_cannot_be_divided_is_refused(two_ranks: Pool) -> None:
         for text, parts in zip(said, wanted):
             assert text.startswith(("AttributeError", "TypeError", "ValueError"))
             assert all(part in text for part in parts), text
+
+
+def body_other_lengths() -> tuple[int, list[np.ndarray]]:
+    """Train on data of which each reading has another number of batches: 4 as they are counted, then 3 or 5."""
+    readings = itertools.chain([4], itertools.cycle([3, 5]))
+    value = np.float32(npu.distribute.rank())
+
+    def batches() -> Iterator[Any]:
+        for _ in range(next(readings)):
+            yield np.full([2, 3], value), np.full([2, 1], value)
+
+    spec = tf.TensorSpec([None, 3]), tf.TensorSpec([None, 1])
+    dataset = tf.data.Dataset.from_generator(batches, output_signature=spec)
+    model = tf.keras.Sequential([tf.keras.Input([3]), tf.keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    npu.distribute.replicate(model)
+    model.fit(npu.distribute.divided(dataset), epochs=2, verbose=0)
+    return int(model.optimizer.iterations), model.get_weights()
+
+
+@pytest.mark.once
+def test_each_epoch_of_divided_data_has_the_counted_number_of_batches(
+    keras_two_ranks: Pool,
+) -> None:
+    results = keras_two_ranks.run(body_other_lengths)
+    assert [steps for steps, _ in results] == [8, 8]
+    same_bits(*(weights for _, weights in results))

@@ -72,8 +72,9 @@ def divided(dataset: Any) -> Any:
     Raises:
         TypeError: not a ``tf.data.Dataset``.
 
-    If a dataset doesn't know its length, it is read once to count its batches. Give an endless one
-    ``tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY)`` and ``fit`` ``steps_per_epoch``.
+    If a dataset doesn't know its length, it is read once to count its batches, and each epoch has that number. Give
+    an endless one ``tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY)``, and ``fit``
+    ``steps_per_epoch``.
 
     >>> import tensorflow as tf, npu_device as npu
     >>> dataset = tf.data.Dataset.range(3).batch(2)
@@ -94,7 +95,8 @@ def with_equal_length(world: World, own_data: OwnData) -> tf.data.Dataset:
     """Return a dataset with the same number of batches on every rank; samples of the added batches don't count."""
     dataset = own_data.dataset
     length = int(dataset.cardinality())
-    if length == tf.data.UNKNOWN_CARDINALITY:
+    is_counted = length == tf.data.UNKNOWN_CARDINALITY
+    if is_counted:
         # The dataset of a generator, for instance, has no length: only counting tells.
         length = _count(world, dataset)
     lengths = world.objects(length, "length of divided data")
@@ -120,6 +122,9 @@ def with_equal_length(world: World, own_data: OwnData) -> tf.data.Dataset:
     empty_batch = dataset.take(1).map(partial(counting, counts=False))
     longest = max(lengths)
     filled = counted.concatenate(empty_batch.repeat(longest - length))
+    if is_counted:
+        # Another reading may be shorter or longer, for instance after a random filter.
+        filled = counted.concatenate(empty_batch.repeat()).take(longest)
     # TensorFlow may not know the length, which has been counted here.
     return filled.apply(tf.data.experimental.assert_cardinality(longest))
 
@@ -179,8 +184,15 @@ def _class_of_rows(sequence_class: Any) -> Any:
             self._begin = begin
             self._end = end
 
-        def __len__(self) -> int:
+        @property
+        def num_batches(self) -> int | None:
+            # A Sequence of tf-keras has a length only, a PyDataset of Keras 3 perhaps none.
+            if hasattr(self._sequence, "num_batches"):
+                return self._sequence.num_batches
             return len(self._sequence)
+
+        def __len__(self) -> int:
+            return operator.index(self.num_batches or 0)
 
         def __getitem__(self, index: int) -> Any:
             sequence = self._sequence
@@ -189,10 +201,16 @@ def _class_of_rows(sequence_class: Any) -> Any:
             if not index:
                 mark = start.full_checksum(sequence.rows(0, 0, 1))
             if self._end > self._begin:
-                rows = sequence.rows(index, self._begin, self._end)
-                count = int(rows_of(rows))
-                if count:
-                    return with_tag(np.array([count, mark]), rows)
+                first = self._begin
+                # Only the last batch may end before this rank's rows, and no samples would fail in np.stack.
+                if index + 1 == self.num_batches:
+                    first = 0
+                rows = sequence.rows(index, first, self._end)
+                total = int(rows_of(rows))
+                count = total - (self._begin - first)
+                if count > 0:
+                    own_rows = run_of(rows, total, total - count, total, "first")
+                    return with_tag(np.array([count, mark]), own_rows)
             # Keras needs at least one sample to call the step, which the other ranks do.
             uncounted = sequence.rows(index, 0, 1)
             return with_tag(np.array([0, mark]), uncounted)
@@ -214,7 +232,7 @@ def _rows_of_rank(world: World, total: int) -> tuple[int, int]:
 
 
 def _require_same_rows(world: World, batch: Any, rows: Any, begin: int, end: int) -> None:
-    expected = tf.nest.map_structure(lambda leaf: leaf[begin:end], batch)
+    expected = run_of(batch, int(rows_of(batch)), begin, end, "first")
     is_right = start.full_checksum(expected) == start.full_checksum(rows)
     # All ranks raise together: one alone would leave the others waiting in their first step.
     are_right = world.objects(is_right, "rows of the first batch")
