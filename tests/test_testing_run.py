@@ -185,11 +185,13 @@ def test_threads_that_start_processes_know_them_by_their_numbers(tmp_path: Path)
     """A number of another thread's process would let a time limit end that one."""
     started: list[ForkedProcess] = []
 
-    def start() -> None:
+    def start(number: int) -> None:
+        directory = tmp_path / str(number)
+        directory.mkdir()
         for _ in range(3):
-            started.extend(job.start(tmp_path, 1, "import os\nprint(os.getpid())"))
+            started.extend(job.start(directory, 1, "import os\nprint(os.getpid())"))
 
-    threads = [threading.Thread(target=start) for _ in range(8)]
+    threads = [threading.Thread(target=start, args=[number]) for number in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from ranks import clean_environment
 
 from npu_device._src.pools.forked import ForkedProcess, end_all, start_ranks
+from npu_device._src.whole_files import write_whole
 
 
 class Ended(NamedTuple):
@@ -47,7 +48,8 @@ def start_each(
 
 def _written(directory: Path, script: str) -> list[str]:
     path = directory / "script.py"
-    path.write_text(script)
+    # A process that was started just before may be about to read it.
+    write_whole(path, script.encode())
     return [str(path)]
 
 
