@@ -57,13 +57,16 @@ class ForkedProcess:
         self, arguments: list[str], environment: dict[str, str], temporary: str | None = None
     ) -> None:
         process_id = next(_numbers)
-        self._output = Path(_directory().name) / f"{process_id}.log"
-        self._status = Path(_directory().name) / f"{process_id}.status"
+        # Threads that begin together would each make one.
+        with _start_lock:
+            folder = _directory().name
+        self._output = Path(folder) / f"{process_id}.log"
+        self._status = Path(folder) / f"{process_id}.status"
         self.name = " ".join(arguments)
         order = {
             "arguments": arguments,
             # Ranks that are killed leave temporary files, which are removed with this folder.
-            "environment": {**environment, "TMPDIR": temporary or _directory().name},
+            "environment": {**environment, "TMPDIR": temporary or folder},
             "directory": os.getcwd(),
             "path": [os.path.abspath(path) for path in sys.path],
             "output": str(self._output),
