@@ -8,10 +8,12 @@ import weakref
 from typing import Any
 
 import pytest
+import tensorflow as tf
 from fit_models import compile_model, make_model, samples
 from pool import Pool
 
 import npu_device as npu
+from npu_device._src.compat.live_objects import live_objects
 
 _OBJECTS_PER_FIT = 100  # a graph that stays has more than a thousand
 
@@ -48,3 +50,12 @@ def test_dropped_models_and_their_graphs_are_freed(keras_two_ranks: Pool) -> Non
         assert models == [None] * 3
         assert threads <= 0 and groups == 0
         assert objects < _OBJECTS_PER_FIT
+
+
+def body_search() -> int:
+    live_objects([tf.Graph])
+    return gc.get_freeze_count()
+
+
+def test_garbage_collections_of_ranks_leave_modules_out_after_a_search(two_ranks: Pool) -> None:
+    assert all(frozen > 100_000 for frozen in two_ranks.run(body_search))

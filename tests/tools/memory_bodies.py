@@ -60,7 +60,7 @@ def body_after_another_training(addresses: list[str], directory: str) -> int:
     with settings(NPU_DEVICE_MEMORY_COPIES=addresses[npu.distribute.rank()]):
         steps = []
         for _ in range(2):
-            variable = tf.Variable(1.0)
+            variable = tf.Variable([1.0], shape=[None])  # as a table that grows
             with npu.train.JobCheckpoint(
                 directory, memory_every=1, preemption=False, v=variable
             ) as checkpoint:

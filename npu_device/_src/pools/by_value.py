@@ -47,10 +47,11 @@ def sent(function: Callable, arguments: tuple) -> tuple[Call, Offer]:
         TypeError: the function, a variable that it uses, or an argument can't be sent.
     """
     arrays: dict[int, np.ndarray] = {}
-    # Without it, every variable would seem to be one that can't be sent.
-    _require_cloudpickle()
     try:
         pickled = _pickled((function, arguments), arrays)
+    except ImportError:
+        # Without cloudpickle, every variable would seem to be one that can't be sent.
+        raise
     except Exception as error:
         name, kind = _culprit(function, arguments)
         raise TypeError(
@@ -80,20 +81,15 @@ def call(sent: Call) -> bytes:
         ) from error
 
 
-def _require_cloudpickle() -> None:
+def _pickled(value: Any, arrays: dict[int, np.ndarray] | None = None) -> bytes:
+    """Return a value as bytes without its large arrays, which are added to ``arrays``."""
     try:
-        import cloudpickle  # noqa: F401
+        import cloudpickle
     except ImportError:
         raise ImportError(
             "npu.run needs cloudpickle, which sends functions of notebooks.\n"
             "What to do: pip install 'npu_device[notebook]'"
         ) from None
-
-
-def _pickled(value: Any, arrays: dict[int, np.ndarray] | None = None) -> bytes:
-    """Return a value as bytes without its large arrays, which are added to ``arrays``."""
-
-    import cloudpickle
 
     class Pickler(cloudpickle.Pickler):
         """Leaves large arrays out."""

@@ -65,4 +65,5 @@ def write_report(directory: Path) -> None:
             )
         _log.info("the report of the trace is %s", folder / PAGE)
     except Exception as error:
+        # The job has ended well: nothing in a report may fail it.
         _log.warning("the trace in %s has no report: %s", directory, error)

@@ -80,7 +80,9 @@ class Memory:
             for (_, step), by_rank in by_key.items():
                 sizes[step] += sum(slot.size for slot in by_rank.values())
             last_step = max(sizes)
-            if last_step > (folder.readable_latest(Path(path)) or 0):
+            directory = Path(path)
+            # It was made before the first copy: whoever removed it wants none of its checkpoints.
+            if directory.is_dir() and last_step > (folder.readable_latest(directory) or 0):
                 newest[path] = last_step, sizes[last_step]
         return newest
 

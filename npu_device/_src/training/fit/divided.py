@@ -121,10 +121,11 @@ def with_equal_length(world: World, own_data: OwnData) -> tf.data.Dataset:
     # Added batches are real ones, whose shapes and dtypes are right, and count as empty.
     empty_batch = dataset.take(1).map(partial(counting, counts=False))
     longest = max(lengths)
-    filled = counted.concatenate(empty_batch.repeat(longest - length))
     if is_counted:
         # Another reading may be shorter or longer, for instance after a random filter.
         filled = counted.concatenate(empty_batch.repeat()).take(longest)
+    else:
+        filled = counted.concatenate(empty_batch.repeat(longest - length))
     # TensorFlow may not know the length, which has been counted here.
     return filled.apply(tf.data.experimental.assert_cardinality(longest))
 
@@ -184,15 +185,15 @@ def _class_of_rows(sequence_class: Any) -> Any:
             self._begin = begin
             self._end = end
 
+        def __len__(self) -> int:
+            return len(self._sequence)
+
         @property
         def num_batches(self) -> int | None:
             # A Sequence of tf-keras has a length only, a PyDataset of Keras 3 perhaps none.
             if hasattr(self._sequence, "num_batches"):
                 return self._sequence.num_batches
-            return len(self._sequence)
-
-        def __len__(self) -> int:
-            return operator.index(self.num_batches or 0)
+            return len(self)
 
         def __getitem__(self, index: int) -> Any:
             sequence = self._sequence
