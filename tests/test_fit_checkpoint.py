@@ -61,6 +61,60 @@ def test_epochs_that_begin_alike_are_told_apart(single: Pool, kind: str, tmp_pat
     assert parts["logs"] == {epoch: whole["logs"][epoch] for epoch in (1, 2)}
 
 
+@pytest.mark.parametrize("kind", ["parts of a pass", "split", "repeated"])
+def test_a_later_epoch_goes_on_to_the_same_bits(
+    keras_single: Pool, keras: str, kind: str, tmp_path: Path
+) -> None:
+    """Of epochs that are one pass over the data together; beside validation on the same shuffled dataset; and where a
+    callback trains on other batches.
+    """
+    if (kind, keras) == ("parts of a pass", "2"):
+        pytest.skip("tf-keras ends the training with the first pass")
+    [result] = keras_single.run(bodies.body_second_epoch, str(tmp_path / "fit"), kind)
+    whole, parts = result["whole"], result["parts"]
+    assert (parts["not_kept"], parts["warnings"], list(parts["logs"])) == ((), [], [1, 2, 3])
+    same_bits(whole["values"], parts["values"])
+    assert parts["logs"] == {epoch: whole["logs"][epoch] for epoch in (1, 2, 3)}
+
+
+def test_a_fit_that_a_callback_stops_within_an_epoch_is_not_over(
+    keras_single: Pool, tmp_path: Path
+) -> None:
+    [result] = keras_single.run(bodies.body_stopped, str(tmp_path / "fit"))
+    whole, parts = result["whole"], result["parts"]
+    [text] = result["stopped"]["warnings"]
+    assert "stopped this fit within epoch 2" in text and not parts["warnings"]
+    same_bits(whole["values"], parts["values"])
+    assert parts["logs"] == {epoch: whole["logs"][epoch] for epoch in (1, 2)}
+
+
+def test_other_steps_per_execution_than_before_leave_batches_out(
+    single: Pool, tmp_path: Path
+) -> None:
+    [result] = single.run(bodies.body_other_calls, str(tmp_path / "fit"))
+    [text] = result["not_kept"]
+    assert text.startswith("1 of the batches of epoch 1 are left out")
+    assert [warning.endswith(text) for warning in result["warnings"]] == [True]
+
+
+def test_the_second_of_two_fits_of_a_dataset(keras_single: Pool, tmp_path: Path) -> None:
+    [(whole, parts)] = keras_single.run(bodies.body_two_fits, str(tmp_path / "fit"))
+    [text] = parts["warnings"]
+    assert "had ended: its last state" in text
+    same_bits(whole["weights"], parts["weights"])
+    assert parts["logs"] == whole["logs"]
+
+
+def test_endless_data_of_which_the_last_call_takes_more_than_an_epoch(
+    keras_single: Pool, tmp_path: Path
+) -> None:
+    [result] = keras_single.run(bodies.body_endless, str(tmp_path / "fit"))
+    whole, parts = result["whole"], result["parts"]
+    assert (parts["not_kept"], parts["warnings"], list(parts["logs"])) == ((), [], [2])
+    same_bits(whole["values"], parts["values"])
+    assert parts["logs"] == {2: whole["logs"][2]}
+
+
 def test_steps_per_execution_another_order_and_other_fits(two_ranks: Pool, tmp_path: Path) -> None:
     results = two_ranks.run(bodies.body_others, str(tmp_path / "fit"))
     for result in results:
@@ -109,8 +163,11 @@ def test_a_train_function_that_is_made_anew(
     assert told and all(told)
 
 
-def test_a_train_function_that_a_callback_makes_anew(single: Pool, tmp_path: Path) -> None:
-    [found] = single.run(bodies.body_made_anew, str(tmp_path / "fit"), "dataset")
+@pytest.mark.parametrize("kind", ["dataset", "within"])
+def test_a_train_function_that_a_callback_makes_anew(
+    keras_single: Pool, kind: str, tmp_path: Path
+) -> None:
+    [found] = keras_single.run(bodies.body_made_anew, str(tmp_path / "fit"), kind)
     assert found == (ALL_STEPS, [])
 
 

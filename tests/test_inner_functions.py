@@ -233,6 +233,51 @@ def body_loop_in_a_call() -> Any:
     return outcome(model, history, logs=[np.asarray(log) for log in logs.values()])
 
 
+def body_tapes(kind: str) -> Any:
+    """A loop under a tape that may be asked twice: TensorFlow puts it into a function that it keeps nowhere."""
+    keras = tf.keras
+    keras.utils.set_random_seed(3)
+
+    class Model(keras.Model):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense = keras.layers.Dense(1)
+            self.dense.build((None, 6))
+
+        def call(self, x: Any) -> Any:
+            return tf.while_loop(
+                lambda step, _: step < 3,
+                lambda step, hidden: (step + 1, tf.tanh(1.1 * hidden)),
+                (tf.constant(0), self.dense(x)),
+            )[1]
+
+        def train_step(self, data: Any) -> Any:
+            x, y = data
+            with tf.GradientTape(persistent=kind == "persistent") as outer:
+                with tf.GradientTape() as inner:
+                    inner.watch(x)
+                    predicted = self(x)
+                loss = tf.reduce_mean((predicted - y) ** 2)
+                if kind == "nested":
+                    loss += tf.reduce_mean(inner.gradient(predicted, x) ** 2)
+            variables = self.trainable_variables
+            self.optimizer.apply_gradients(zip(outer.gradient(loss, variables), variables))
+            return {"loss": loss}
+
+    x, y = samples(40)
+    model = Model()
+    model.compile(keras.optimizers.SGD(0.05))
+    model = npu.distribute.replicate(model)
+    y = y[:, None].astype(np.float32)
+    return outcome(model, model.fit(x, y, batch_size=10, shuffle=False, verbose=0))
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("kind", ["persistent", "nested"])
+def test_loops_under_tapes_of_a_step(keras_two_ranks: Pool, keras_single: Pool, kind: str) -> None:
+    compare(keras_two_ranks, keras_single, body_tapes, kind)
+
+
 @pytest.mark.parametrize(
     "kind", ["step", "call", pytest.param("eager step", marks=pytest.mark.full)]
 )

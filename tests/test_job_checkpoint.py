@@ -222,6 +222,17 @@ def test_two_that_ask_for_the_last_step(two_ranks: Pool) -> None:
     two_ranks.run(bodies.body_two_ask, timeout=30)
 
 
+def test_a_checkpoint_of_a_thread_takes_no_signal_away(single: Pool, tmp_path: Path) -> None:
+    [text] = single.run(bodies.body_in_a_thread, str(tmp_path))
+    assert "this thread can't handle SIGUSR1" in text
+
+
+def test_many_batches_that_are_passed_over_are_told(two_ranks: Pool) -> None:
+    results = two_ranks.run(bodies.body_many_batches, 1200)
+    line = "npu_device: iterator (per_rank) passes over 1,200 batches, 0 so far, for another number of ranks\n"
+    assert results == [([], 1200, line), ([], 1200, "")]
+
+
 def test_a_signal_that_comes_as_the_ranks_end(tmp_path: Path) -> None:
     """It leaves the job resumable."""
     processes = job.start_command(tmp_path, 2, [bodies.__file__, "main_late", str(tmp_path)])

@@ -170,7 +170,8 @@ class Job:
 
 
 # Ranks without TensorFlow, of which rank 0 takes requests as a JobCheckpoint does, unless there is a file "deaf". They
-# end when there is none called "hold". With "go" they succeed, and with "fail.N" the last rank of attempt N fails.
+# end when there is none called "hold", for the request unless there is a file "refuse"; with "clean", without one. With
+# "go" they succeed, and with "fail.N" the last rank of attempt N fails.
 SCRIPT = """
     import os, pathlib, sys, time
     here = pathlib.Path(sys.argv[1])
@@ -187,6 +188,11 @@ SCRIPT = """
             except BlockingIOError:
                 pass
         if (here / f"stop.{count}").exists() and not (here / "hold").exists():
+            if rank == 0 and not (here / "refuse").exists():
+                os.unlink(os.environ["NPU_DEVICE_JOIN_REQUESTS"])
+            sys.exit(75)
+        if (here / "clean").exists() and rank == 0:
+            os.unlink(os.environ["NPU_DEVICE_JOIN_REQUESTS"])
             sys.exit(75)
         if (here / f"fail.{count}").exists() and rank == size - 1:
             sys.exit(3)
@@ -280,6 +286,26 @@ def test_nodes_that_come_while_one_joins_and_scripts_that_take_none(tmp_path: Pa
         first.end(143)
         second.end(143)
         assert second.text.count("this node joins") == 1
+
+
+def test_an_end_after_a_refused_request_is_that_of_the_job(tmp_path: Path) -> None:
+    with Requests(tmp_path) as job:
+        job.touch("hold")
+        job.touch("refuse")
+        first = job.start(0)
+        job.wait_in(0, 0)
+        second = job.start(1)
+        wait_until((tmp_path / "stop.0").exists, LIMIT)
+        (tmp_path / "hold").unlink()
+        for node in (first, second):
+            node.end(75)
+            assert not list(tmp_path.glob("at.1.*"))
+    # Nor is it a join if a cleaner of old files has removed the pipe, and no node has come.
+    for path in tmp_path.glob("[ahs]*"):
+        path.unlink()
+    with Requests(tmp_path) as job:
+        job.touch("clean")
+        job.start(0).end(75)
 
 
 def require_whole_epochs(samples: dict[int, list[int]], steps: int) -> None:

@@ -83,10 +83,24 @@ def test_copies_of_a_removed_directory_are_not_resumed(two_ranks: Pool, tmp_path
         begins = two_ranks.run(
             bodies.body_after_another_training, [memory.address] * 2, str(directory)
         )
-        assert begins == [0, 0]
+        assert begins == [[0, 0, 1]] * 2
         assert copies(memory.slots) and not memory.newer_than_disk() and not directory.exists()
     finally:
         close_slots(memory.slots)
+
+
+def test_trainings_of_two_directories(two_ranks: Pool, tmp_path: Path) -> None:
+    memory = Memory(2)
+    try:
+        two_ranks.run(bodies.body_two_directories, [memory.address] * 2, str(tmp_path))
+        # Rank 1 holds nothing of what it shares with rank 0.
+        assert all(slot.size < 100_000 for slot in memory.slots[SLOTS:])
+        assert list(memory.newer_than_disk()) == [str(tmp_path / "stays")]
+        two_ranks.run(bodies.body_to_disk, [memory.address, ""])
+    finally:
+        close_slots([*memory.slots, *memory.received])
+    assert [path.name for path in tmp_path.iterdir()] == ["stays"]
+    assert (tmp_path / "stays/step-00000001").is_dir()
 
 
 SECRET = b"of the job"
@@ -465,12 +479,33 @@ def test_too_little_memory_is_an_error_and_a_full_one_a_warning(
         assert text.startswith("CheckpointError: there is too little memory for memory_every")
         assert "two copies of 1,125,899,906.8 MB" in text and "What to do: give the job" in text
         directory = tmp_path / "full"
+        assert single.run(bodies.body_dropped, memory.address, str(tmp_path / "dropped")) == [0]
         [texts] = single.run(bodies.body_full, memory.address, str(directory))
         [text] = texts
         assert "a copy in memory has failed: OSError" in text and "What to do: " in text
         assert (directory / "step-00000003").is_dir() and memory.step() is None
     finally:
         close_slots([*memory.slots, *memory.received])
+
+
+def test_without_room_for_temporary_files_training_goes_on_and_stops_with_a_checkpoint(
+    two_ranks: Pool, tmp_path: Path
+) -> None:
+    memory = Memory(2)
+    directory = tmp_path / "run"
+    try:
+        addresses = [memory.address] * 2
+        warned = two_ranks.run(bodies.body_no_temporary_files, addresses, str(directory))
+    finally:
+        close_slots([*memory.slots, *memory.received])
+    [of_copies] = warned[0]
+    assert "isn't copied to memory" in of_copies and "rank 1" in of_copies
+    assert "No such file or directory" in of_copies and "TMPDIR" in of_copies
+    [of_samples] = warned[1]
+    assert "the next samples of iterators can't be noted" in of_samples
+    step = json.loads((directory / "latest.json").read_text())["step"]
+    manifest = json.loads((directory / f"step-{step:08}/manifest.json").read_text())
+    assert manifest["samples"] == [] and step >= 3
 
 
 def test_a_slot_takes_what_is_complete_only() -> None:

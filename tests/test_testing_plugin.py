@@ -194,6 +194,30 @@ def test_beside_other_plugins(tmp_path: Path) -> None:
     assert re.search(r"Timeout \(>2.0s\) from pytest-timeout.(.|\n)*in test_is_stopped", output)
 
 
+REPEATED = """
+    import pathlib
+    import pytest
+    import npu_device as npu
+
+    @pytest.mark.flaky(reruns=2)
+    @pytest.mark.ranks(2)
+    def test_fails_on_one():
+        rank = npu.distribute.rank()
+        with pathlib.Path(f"ran{rank}").open("a") as runs:
+            runs.write("once ")
+        assert rank == 0, "only one"
+        npu.distribute.all_reduce(1.0)
+"""
+
+
+def test_no_rank_repeats_a_test_alone(tmp_path: Path) -> None:
+    pytest.importorskip("pytest_rerunfailures")
+    options = ("-n", "1", "--dist", "loadgroup", "--reruns", "1", "--strict-markers")
+    output = run(tmp_path, *options, test_repeated=REPEATED)
+    assert "failed first on rank 1 of 2" in output and "1 failed" in output, output
+    assert [(tmp_path / f"ran{rank}").read_text() for rank in range(2)] == ["once "] * 2
+
+
 STUCK = """
     import os, pathlib, time
     import pytest

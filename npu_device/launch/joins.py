@@ -1,7 +1,8 @@
 """The nodes that come while the job of ``MIN:MAX`` nodes runs: when they join it, and the request to its ranks.
 
 Rank 0 reads the requests from a named pipe, as long as its script has a ``JobCheckpoint`` or ``FitCheckpoint``. All
-ranks then end after the same step, resumable. Without a reader the nodes wait for a restart.
+ranks then end after the same step, resumable, and rank 0 removes the pipe: by that, their end is told from one that the
+script has chosen. Without a reader, or if rank 0 refuses, the nodes wait for a restart.
 """
 
 from __future__ import annotations
@@ -39,12 +40,23 @@ class Joins:
         # How long a node that fails soon after it joined is kept out, and until when.
         self._pauses: dict[int, float] = {}
         self._kept_out: dict[int, float] = {}
-        if self._is_allowed:
+        self._make_pipe()
+
+    def _make_pipe(self) -> None:
+        if self._is_allowed and not os.path.exists(self._path):
             try:
+                # A cleaner of old files may have removed the folder.
+                os.makedirs(os.path.dirname(self._path), 0o700, exist_ok=True)
                 os.mkfifo(self._path, 0o600)
             except OSError:
                 # Some file systems have no pipes: nodes wait for restarts.
                 self._is_allowed = False
+
+    @property
+    def is_granted(self) -> bool:
+        """Return whether the ranks of the running attempt end, or have ended, for a node."""
+        # Without a request, something else has removed the pipe.
+        return self.is_asked and not os.path.exists(self._path)
 
     def ready(self, nodes: Collection[int]) -> set[int]:
         """Return the nodes that may take part in an attempt now."""
@@ -70,7 +82,9 @@ class Joins:
         if due_at is None:
             return f"{text} at the next restart"
         if self.is_asked:
-            return f"{text} when the ranks have finished a step"
+            return (
+                f"{text} when the ranks have finished a step; if they refuse, at the next restart"
+            )
         seconds = due_at - time.monotonic()
         if seconds > JOIN_ASK_SECONDS:
             return f"{text} in {seconds:.0f} s, or at the next restart"
@@ -96,10 +110,11 @@ class Joins:
         """Note the nodes that an attempt has in addition to those of the one before."""
         time_now = time.monotonic()
         # A node may have gone again before the ranks had ended.
-        if self.is_asked and joined:
+        if self.is_granted and joined:
             self._count += 1
             self._next_request = time_now + JOIN_PAUSE_SECONDS
         self.is_asked = False
+        self._make_pipe()
         self._joined = set(joined)
         self._joined_at = time_now
 

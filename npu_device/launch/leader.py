@@ -251,7 +251,7 @@ class Leader:
     def _run_attempt(self, rendezvous: Rendezvous) -> Decision:
         self._run_ranks(rendezvous)
         self._attempt.step = self._launch.step()
-        self._attempt.is_asked = self._joins.is_asked
+        self._attempt.is_granted = self._joins.is_granted
         self._attempt.suspects = self._joins.suspects(rendezvous.plan.nodes)
         return self._ledger.add(self._attempt)
 

@@ -28,7 +28,7 @@ class AttemptRecord:
     outcomes: dict[int, NodeOutcome] = field(default_factory=dict)
     loss: str | None = None  # the first loss of a node
     preempted: set[int] = field(default_factory=set)  # the nodes that were told to go
-    is_asked: bool = False  # the ranks were asked to end for a node
+    is_granted: bool = False  # the ranks have ended for a node
     suspects: Sequence[int] = ()  # nodes that are dropped if it has failed
     step: str | None = None  # step of the newest checkpoint at its end, None if unknown
     # From here on, the ledger's
@@ -86,7 +86,7 @@ class Ledger:
             attempt.taken_away = sorted(attempt.preempted)
             attempt.why = f"{_nodes(attempt.taken_away)} taken away: {attempt.why}"
             attempt.origin = None
-        elif attempt.is_asked and attempt.code == RESUMABLE:
+        elif attempt.is_granted and attempt.code == RESUMABLE:
             attempt.is_planned = True
             attempt.why = "ended for a node to join"
         elif attempt.code not in (0, RESUMABLE):

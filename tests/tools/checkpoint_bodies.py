@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import itertools
 import os
 import resource
@@ -23,7 +24,7 @@ from rank_comparison import same_bits
 
 import npu_device as npu
 from npu_device._src import compat
-from npu_device._src.training.checkpoint import preemption
+from npu_device._src.training.checkpoint import next_samples, preemption
 from npu_device._src.training.opening.current_world import current_world
 
 STEPS = 8
@@ -279,6 +280,39 @@ def body_two_ask() -> None:
                 step += 1
                 assert time.monotonic() < deadline, f"step {step}"
             assert ranks.objects(step, "last step") == [step] * ranks.size
+
+
+def body_in_a_thread(directory: str) -> str:
+    """Stop as asked, though a thread has made a JobCheckpoint, too; return what it was told."""
+    count = tf.Variable(0)
+    with (
+        settings(NPU_DEVICE_PREEMPT_SIGNAL="SIGUSR1"),
+        npu.train.JobCheckpoint(f"{directory}/main", count=count) as checkpoint,
+    ):
+        checkpoint.restore()
+        with warnings_of_package() as texts:
+            thread = threading.Thread(target=npu.train.JobCheckpoint, args=(f"{directory}/side",))
+            thread.start()
+            thread.join()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        with pytest.raises(SystemExit, match="75"):
+            for step in range(1, 1000):
+                time.sleep(0.01)
+                checkpoint.step_done(step)
+    [text] = texts
+    return text
+
+
+def body_many_batches(steps: int) -> tuple[list[str], int, str]:
+    """Pass over the batches of some steps; return what is lost, the next sample, and what is printed."""
+    data = tf.data.Dataset.range(steps + 2)
+    expected = next_samples.look_ahead({"iterator": iter(data.skip(steps))})
+    iterator = iter(data)
+    world = current_world()
+    output = io.StringIO()
+    with contextlib.redirect_stderr(output):
+        lost = next_samples.move_on(world, {"iterator": iterator}, steps, [expected] * 2)
+    return lost, int(next(iterator)), output.getvalue()
 
 
 def main() -> None:

@@ -61,6 +61,11 @@ def make_data(kind: str, seed: int) -> dict[str, Any]:
         return {"x": x, "y": y, "batch_size": BATCH, "validation_split": 0.2}
     if kind == "repeated":
         return {"x": whole.shuffle(SAMPLES, seed).repeat().batch(BATCH), "steps_per_epoch": STEPS}
+    if kind == "split":
+        shuffled = whole.shuffle(SAMPLES, seed)
+        return {"x": shuffled.skip(6).batch(4), "validation_data": shuffled.take(6).batch(2)}
+    if kind == "parts of a pass":
+        return {"x": whole.shuffle(SAMPLES, seed).take(20).batch(2), "steps_per_epoch": STEPS}
     if kind == "generator":
         return {"x": _Batches(x, y)}
     if kind == "pipeline":
@@ -148,6 +153,8 @@ def fit(
     checkpoint = npu.train.FitCheckpoint(directory, **options)
     slower = tf.keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.9)
     callbacks = [slower, checkpoint, watch]
+    if isinstance(watch, _Stopping):
+        callbacks = [slower, watch, checkpoint]
     if kind == "own":
         callbacks.insert(0, hccl.npu_callbacks_append()[0])
     with warnings_of_package() as texts:
@@ -221,6 +228,84 @@ def body_alike(directory: str, kind: str) -> dict[str, Any]:
     return {"whole": whole, "parts": fit(f"{directory}/parts", kind, **options)}
 
 
+def body_second_epoch(directory: str, kind: str) -> dict[str, Any]:
+    """Resume in the second of four epochs."""
+    place = fresh(directory)
+    watches = [_Replaying, _Replaying] if kind == "repeated" else [Watch, Watch]
+    options: dict[str, Any] = {"every": 2, "epochs": 4, "preemption": False}
+    watch = watches[0](STEPS + 3, lambda: copy(place, "parts"))
+    whole = fit(f"{directory}/whole", kind, watch=watch, **options)
+    return {
+        "whole": whole,
+        "parts": fit(f"{directory}/parts", kind, watch=watches[1](), **options),
+    }
+
+
+class _Replaying(Watch):
+    """Trains on one more batch after each epoch, which isn't a step of ``fit``."""
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        super().on_epoch_end(epoch, logs)
+        self.model.train_on_batch(np.ones([2, 4], np.float32), np.ones([2, 2], np.float32))
+
+
+class _Stopping(Watch):
+    """Stops ``fit`` within an epoch."""
+
+    def __init__(self, after: int) -> None:
+        super().__init__(after, lambda: setattr(self.model, "stop_training", True))
+
+
+def body_stopped(directory: str) -> dict[str, Any]:
+    """Resume a fit that a callback has stopped in its eighth step."""
+    fresh(directory)
+    options: dict[str, Any] = {"every": 3, "preemption": False}
+    stopped = fit(f"{directory}/parts", "dataset", watch=_Stopping(8), **options)
+    return {
+        "stopped": stopped,
+        "parts": fit(f"{directory}/parts", "dataset", **options),
+        "whole": fit(f"{directory}/whole", "dataset", **options),
+    }
+
+
+def body_other_calls(directory: str) -> dict[str, Any]:
+    """Resume after step 3 of an epoch with two steps per execution."""
+    place = fresh(directory)
+    watch = Watch(3, lambda: copy(place, "parts"))
+    options: dict[str, Any] = {"every": 3, "preemption": False}
+    fit(f"{directory}/whole", "dataset", watch=watch, **options)
+    compiled = {"steps_per_execution": 2}
+    return fit(f"{directory}/parts", "dataset", compiled=compiled, **options)
+
+
+def body_two_fits(directory: str) -> list[dict[str, Any]]:
+    """Resume the second of two fits of one dataset."""
+    place = fresh(directory)
+
+    def train(name: str, watch: Watch) -> dict[str, Any]:
+        model, data = make_model(3, wrapped=False), make_data("dataset", 3)
+        with warnings_of_package() as texts:
+            for number, callbacks in enumerate(([], [watch])):
+                checkpoint = npu.train.FitCheckpoint(
+                    f"{directory}/{name}/{number}", every=2, preemption=False
+                )
+                model.fit(**data, epochs=2, verbose=0, callbacks=[checkpoint, *callbacks])
+        return {"weights": model.get_weights(), "logs": watch.logs[1], "warnings": texts}
+
+    watch = Watch(STEPS + 3, lambda: copy(place, "parts"))
+    return [train("whole", watch), train("parts", Watch())]
+
+
+def body_endless(directory: str) -> dict[str, Any]:
+    """Resume in the third epoch of endless data, of which Keras 3 takes 6 batches where 5 steps are asked for."""
+    place = fresh(directory)
+    watch = Watch(5, lambda: copy(place, "parts"))
+    options: dict[str, Any] = {"compiled": {"steps_per_execution": 3}, "every": 3}
+    options["preemption"] = False
+    whole = fit(f"{directory}/whole", "repeated", watch=watch, **options)
+    return {"whole": whole, "parts": fit(f"{directory}/parts", "repeated", **options)}
+
+
 def _begins_alike(kind: str, seed: int) -> bool:
     """Return whether different orders of one shuffled dataset, from the second on, begin with the same sample."""
     tf.keras.utils.set_random_seed(seed)
@@ -230,17 +315,28 @@ def _begins_alike(kind: str, seed: int) -> bool:
 
 
 class _Remaking(Watch):
-    """Has Keras make the train function anew after each epoch, as a script does that trains other layers then."""
+    """Has Keras make the train function anew after each epoch, as a script does that trains other layers then, or
+    within each epoch.
+    """
+
+    def __init__(self, within: bool) -> None:
+        super().__init__()
+        self._within = within
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self._within and batch == 1:
+            self.model.make_train_function(force=True)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         super().on_epoch_end(epoch, logs)
-        self.model.make_train_function(force=True)
+        if not self._within:
+            self.model.make_train_function(force=True)
 
 
 def body_made_anew(directory: str, kind: str) -> tuple[list[str], list[str]]:
     """Return what a fit of two epochs whose train function is made anew has written, and its warnings."""
     place = fresh(directory)
-    watch = None if kind == "other order later" else _Remaking()
+    watch = None if kind == "other order later" else _Remaking(kind == "within")
     done = fit(directory, kind, watch=watch, epochs=2, every=3, keep=9, preemption=False)
     npu.distribute.barrier()
     return sorted(os.listdir(place)), done["warnings"]

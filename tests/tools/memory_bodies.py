@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import itertools
 import os
@@ -9,6 +10,7 @@ import resource
 import shutil
 import signal
 import sys
+import tempfile
 import time
 from contextlib import redirect_stderr
 from pathlib import Path
@@ -55,23 +57,48 @@ def body_whole(addresses: list[str], directory: str) -> dict[str, Any]:
         return _fit(directory, memory_every=2)
 
 
-def body_after_another_training(addresses: list[str], directory: str) -> int:
-    """Return at which step a training begins after another one of the script, whose directory is removed."""
-    with settings(NPU_DEVICE_MEMORY_COPIES=addresses[npu.distribute.rank()]):
-        steps = []
-        for _ in range(2):
-            variable = tf.Variable([1.0], shape=[None])  # as a table that grows
-            with npu.train.JobCheckpoint(
+def body_after_another_training(addresses: list[str], directory: str) -> list[int]:
+    """Return at which steps trainings of one script begin: the second after the directory of the first is removed, and
+    the third after a restart in the second.
+    """
+    begins = []
+    for attempt, steps in (("0", 3), ("0", 1), ("1", 0)):
+        variable = tf.Variable([1.0], shape=[None])  # as a table that grows
+        with (
+            settings(
+                NPU_DEVICE_MEMORY_COPIES=addresses[npu.distribute.rank()],
+                NPU_DEVICE_RESTART_COUNT=attempt,
+            ),
+            npu.train.JobCheckpoint(
                 directory, memory_every=1, preemption=False, v=variable
+            ) as checkpoint,
+        ):
+            begins.append(checkpoint.restore())
+            for step in range(1, steps + 1):
+                checkpoint.step_done(step)
+        if steps != 1:
+            _remove(directory)
+    return begins
+
+
+def body_two_directories(addresses: list[str], directory: str) -> None:
+    """Copy step 1 of two trainings, which have all but their directories in common, and remove one of these."""
+    variable = tf.Variable(tf.zeros([1_000_000]))
+    with settings(NPU_DEVICE_MEMORY_COPIES=addresses[npu.distribute.rank()]):
+        for name in ("removed", "stays"):
+            with npu.train.JobCheckpoint(
+                f"{directory}/{name}", memory_every=1, preemption=False, v=variable
             ) as checkpoint:
-                steps.append(checkpoint.restore())
-                for step in range(1, 4):
-                    checkpoint.step_done(step)
-            npu.distribute.barrier()
-            if npu.distribute.rank() == 0:
-                shutil.rmtree(directory)
-            npu.distribute.barrier()
-    return max(steps)
+                checkpoint.restore()
+                checkpoint.step_done(1)
+    _remove(f"{directory}/removed")
+
+
+def _remove(directory: str) -> None:
+    npu.distribute.barrier()
+    if npu.distribute.is_main():
+        shutil.rmtree(directory)
+    npu.distribute.barrier()
 
 
 def body_undisturbed(directory: str) -> dict[str, Any]:
@@ -111,6 +138,27 @@ def body_too_large(address: str) -> str:
     return text
 
 
+def body_dropped(address: str, directory: str) -> int:
+    """Return how many descriptors stay open when checkpoints are dropped without ``close``."""
+
+    def train() -> None:
+        checkpoint = npu.train.JobCheckpoint(
+            directory, memory_every=1, preemption=False, v=tf.Variable(0.0)
+        )
+        step = checkpoint.restore() + 1
+        checkpoint.save(step)
+
+    def open_descriptors() -> int:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    with settings(NPU_DEVICE_MEMORY_COPIES=address):
+        train()
+        before = open_descriptors()
+        train()
+        return open_descriptors() - before
+
+
 def body_full(address: str, directory: str) -> list[str]:
     """Train with files that may not grow, as if the memory were full; return what is warned of."""
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -133,6 +181,34 @@ def body_full(address: str, directory: str) -> list[str]:
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         checkpoint.save(3)
+    return texts
+
+
+def body_no_temporary_files(addresses: list[str], directory: str) -> list[str]:
+    """Train while rank 1 can't write temporary files, until it is asked to stop; return what is warned of."""
+    iterator = iter(tf.data.Dataset.range(1000))
+    variable = tf.Variable([1.0], shape=tf.TensorShape(None))
+    rank = npu.distribute.rank()
+    usual = tempfile.gettempdir()
+    with (
+        settings(NPU_DEVICE_MEMORY_COPIES=addresses[rank], NPU_DEVICE_PREEMPT_SIGNAL="SIGUSR1"),
+        warnings_of_package() as texts,
+        npu.train.JobCheckpoint(
+            directory, memory_every=1, v=variable, per_rank={"iterator": iterator}
+        ) as checkpoint,
+    ):
+        checkpoint.restore()
+        if rank == 1:
+            tempfile.tempdir = f"{directory}/missing"
+        try:
+            with pytest.raises(SystemExit, match="75"):
+                for step in range(1, 900):
+                    next(iterator)
+                    if (rank, step) == (1, 3):
+                        os.kill(os.getpid(), signal.SIGUSR1)
+                    checkpoint.step_done(step)
+        finally:
+            tempfile.tempdir = usual
     return texts
 
 

@@ -161,22 +161,40 @@ def count_train_steps(model: Any, steps: int) -> None:
 
 
 def iterators_made(model: Any, used: int, knows_length: bool) -> list[int]:
-    """Return how many iterators of its data the running ``fit`` has made, or may have, when it has ``used`` some."""
+    """Return how many iterators of its data the running ``fit`` has made, or may have, when it has ``used`` some.
+
+    Each validation on a part of the same shuffled dataset makes one or two of them.
+    """
     # From Keras 3.7 on, an epoch ends by making an iterator; the next one uses it only if steps_per_epoch is given.
     version = str(getattr(keras_of(model), "__version__", "2.0")).split(".")
     release = (int(version[0]), int(version[1]))
     if not knows_length or release < (3, 7):
-        return [used]
+        return sorted({used, 2 * used, 3 * used})
+    epochs = _epochs_of_fit()
+    if epochs is None:
+        return sorted({used, 2 * used, 3 * used, 4 * used})
+    if epochs.steps_per_epoch is None:
+        return sorted({2 * used, 3 * used, 4 * used})
+    return sorted({used, 2 * used, 3 * used})
+
+
+def count_passed_batches(batches: int) -> None:
+    """Let Keras 3 know how many batches of its iterator earlier epochs had taken, as it makes another at their end."""
+    epochs = _epochs_of_fit()
+    if hasattr(epochs, "_steps_seen"):
+        epochs._steps_seen += batches
+
+
+def _epochs_of_fit() -> Any:
+    """Return the object that makes the epochs of the running ``fit`` of Keras 3; None if it isn't found."""
     frame: Any = sys._getframe(1)
     while frame is not None:
+        # A later Keras may name its variable in another way.
         epochs = frame.f_locals.get("epoch_iterator")
         if hasattr(epochs, "steps_per_epoch"):
-            if epochs.steps_per_epoch is None:
-                return [2 * used]
-            return [used]
+            return epochs
         frame = frame.f_back
-    # A later Keras may name its variable in another way.
-    return sorted({used, 2 * used})
+    return None
 
 
 def variables_to_update(optimizer: Any, trainable_variables: Any = None) -> list:

@@ -39,8 +39,10 @@ class _OwnTraces(_control_flow_ops.XLAControlFlowContext):
 
     def RequiresUniqueFunctionRetracing(self) -> bool:
         # Called by ``make_function_context`` for a function that is called in the block.
-        options = sys._getframe(2).f_locals["tracing_options"]
-        self._caches[id(options.function_cache)] = options.function_cache
+        cache = sys._getframe(2).f_locals["tracing_options"].function_cache
+        # TensorFlow's own functions, such as those around control flow under a persistent tape, are in none.
+        if cache is not None:
+            self._caches[id(cache)] = cache
         return True
 
     def drop_traces(self) -> None:

@@ -46,12 +46,11 @@ def sent(function: Callable, arguments: tuple) -> tuple[Call, Offer]:
         ImportError: cloudpickle is missing.
         TypeError: the function, a variable that it uses, or an argument can't be sent.
     """
+    # Without it, every variable would seem to be one that can't be sent.
+    _cloudpickle()
     arrays: dict[int, np.ndarray] = {}
     try:
         pickled = _pickled((function, arguments), arrays)
-    except ImportError:
-        # Without cloudpickle, every variable would seem to be one that can't be sent.
-        raise
     except Exception as error:
         name, kind = _culprit(function, arguments)
         raise TypeError(
@@ -81,8 +80,7 @@ def call(sent: Call) -> bytes:
         ) from error
 
 
-def _pickled(value: Any, arrays: dict[int, np.ndarray] | None = None) -> bytes:
-    """Return a value as bytes without its large arrays, which are added to ``arrays``."""
+def _cloudpickle() -> Any:
     try:
         import cloudpickle
     except ImportError:
@@ -90,8 +88,14 @@ def _pickled(value: Any, arrays: dict[int, np.ndarray] | None = None) -> bytes:
             "npu.run needs cloudpickle, which sends functions of notebooks.\n"
             "What to do: pip install 'npu_device[notebook]'"
         ) from None
+    return cloudpickle
 
-    class Pickler(cloudpickle.Pickler):
+
+def _pickled(value: Any, arrays: dict[int, np.ndarray] | None = None) -> bytes:
+    """Return a value as bytes without its large arrays, which are added to ``arrays``."""
+    cloudpickle = _cloudpickle()
+
+    class Pickler(cloudpickle.Pickler):  # type: ignore[name-defined]
         """Leaves large arrays out."""
 
         def persistent_id(self, value: Any) -> int | None:

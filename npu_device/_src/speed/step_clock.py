@@ -27,7 +27,7 @@ _WARM_UP_STEPS = 5
 """Steps that aren't timed: they trace functions, fill caches, and are checked."""
 
 _WARM_UP_SECONDS = 2.0
-"""After those steps, at most: the ranks compare what they train in some of the first twenty steps."""
+"""After those steps, at most: the ranks compare what they train in some of the first twenty steps of an optimizer."""
 
 _LEAST_SECONDS = 1.0
 """Short steps are timed for this long, whatever their number, since times are read every few milliseconds."""
@@ -63,6 +63,8 @@ class StepClock:
         # Kept by id, since Keras compares some objects by content, and weakly, since optimizers may end with their
         # model.
         self._optimizers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self._counts: dict[int, int] = {}  # their steps at the latest look
+        self._steps_of_freed = 0
         # The number of rows in the batches so far; a variable, once a model is called.
         self._rows: Any = 0
         self._model_calls = ModelCalls()
@@ -90,7 +92,9 @@ class StepClock:
             wrap(module.Model, "__call__", self._call)
 
     def _apply(self, original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        self._optimizers[id(optimizer)] = optimizer
+        if id(optimizer) not in self._optimizers:
+            self._optimizers[id(optimizer)] = optimizer
+            weakref.finalize(optimizer, self._keep_count, id(optimizer))
         return original(optimizer, *args, **kwargs)
 
     def _call(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -118,6 +122,10 @@ class StepClock:
     def _begin_epoch(self, callbacks: Any) -> None:
         # Keras knows the length of some datasets only after the first epoch.
         length = (callbacks.params or {}).get("steps") or self._epoch_steps
+        # With a batch per rank, the most ranks have the fewest steps: all decide by those.
+        if self._process.horovod and length:
+            largest = max(ranks for ranks, _ in self._process.setups)
+            length = max(length * self._process.ranks // largest, 1)
         self._has_short_epochs = 0 < length <= _SHORT_EPOCH * self._process.steps
         if self._has_short_epochs and not (self._begin and self._begin.ends_epoch):
             self._begin = None
@@ -155,8 +163,9 @@ class StepClock:
                     gc.collect()
                     self._warm_since = time.monotonic()
                 is_warm = mark.time - self._warm_since >= _WARM_UP_SECONDS
-                # Short steps are held up when the ranks compare what they train.
-                if is_warm or mark.steps > FIRST_LOOKS[-1]:
+                # Short steps are held up when the ranks compare what they train, for each optimizer by its own steps.
+                final_look = FIRST_LOOKS[-1] * len(self._optimizers)
+                if is_warm or mark.steps > final_look:
                     self._begin = mark
             return
         count = mark.steps - begin.steps
@@ -176,12 +185,18 @@ class StepClock:
     def _steps(self) -> int:
         """Return how many steps all optimizers have made."""
         # Several optimizers, as of a GAN, count together, in every run alike.
-        total = 0
-        for optimizer in list(self._optimizers.values()):
+        total = self._steps_of_freed
+        for key, optimizer in list(self._optimizers.items()):
             # An optimizer that isn't built yet has no counter, and one of a graph none that can be read.
             with contextlib.suppress(Exception):
-                total += int(compat.inner_variable(compat.steps_made(optimizer)))
+                steps = int(compat.inner_variable(compat.steps_made(optimizer)))
+                self._counts[key] = steps
+                total += steps
         return total
+
+    def _keep_count(self, key: int) -> None:
+        """Keep the steps of an optimizer that ends with its model, as in folds and searches."""
+        self._steps_of_freed += self._counts.pop(key, 0)
 
 
 def _memory() -> int:

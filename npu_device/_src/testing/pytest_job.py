@@ -136,7 +136,8 @@ def _tear_down(item: pytest.Item, nextitem: pytest.Item | None) -> None:
         reraise=(pytest.exit.Exception, KeyboardInterrupt),
     )
     if call.excinfo is not None:
-        report = item.ihook.pytest_runtest_makereport(item=item, call=call)
+        # Not by the hook: pytest-rerunfailures expects that it has begun the test itself.
+        report = pytest.TestReport.from_item_and_call(item, call)
         item.ihook.pytest_runtest_logreport(report=report)
 
 

@@ -101,6 +101,8 @@ def name_of(item: pytest.Item) -> str:
 
 
 _session: _Rank | None = None
+# Plugins that repeat a test that has failed. A rank that repeats one alone would wait for the others.
+_REPEATING = ("rerunfailures", "flaky", "pytest-retry")
 
 
 def session(
@@ -116,6 +118,9 @@ def session(
         {**options, "basetemp": f"{options['basetemp']}-rank{rank()}"},
         files,
     )
+    for name in filter(config.pluginmanager.has_plugin, _REPEATING):
+        config.pluginmanager.unregister(name=name)
+        config.addinivalue_line("markers", "flaky: has no effect on ranks")
     as_worker: Any = config
     as_worker.workerinput = {**worker_input, "workerid": f"{worker_input['workerid']}rank{rank()}"}
     as_worker.workeroutput = {}

@@ -371,7 +371,7 @@ class TraceFile:
 # A name and its value, whatever the quotes around them.
 _PAIR = re.compile(r"""["']?(\w+)["']?\s*:\s*["']?([^"',}]*)["']?""")
 
-_STORAGE = re.compile(r"(\d+)\s*MB", re.IGNORECASE)
+_STORAGE = re.compile(r"([1-9]\d*)\s*MB", re.IGNORECASE)
 
 _DENSE = 100
 

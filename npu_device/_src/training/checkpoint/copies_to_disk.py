@@ -124,7 +124,11 @@ def _newer(
         is_of_earlier_training = (
             newest == 0 and attempt == environment.NPU_DEVICE_RESTART_COUNT.get()
         )
-        if step > newest and (is_complete or is_enough) and not is_of_earlier_training:
+        if is_of_earlier_training:
+            # A later attempt would take them for copies of this training.
+            for slot in on_host.get(key, {}).values():
+                slot.clear()
+        elif step > newest and (is_complete or is_enough):
             yield copy
 
 
@@ -283,17 +287,31 @@ def _tensor_of(record: Record, content: memoryview) -> tf.Tensor:
 
 
 def write_newest(world: World | None, slots: Sequence[Slot]) -> None:
-    """Write the newest copy for each directory to the disk; every rank has to call this, as ``to_files``."""
+    """Write the newest copy for each directory to the disk; every rank has to call this, as ``to_files``.
+
+    Raises:
+        CheckpointError: some could not be written; on all ranks, after the others.
+    """
     paths = itertools.chain.from_iterable(gather(world, list(copies(slots))))
+    problems = []
     for path in sorted(set(paths)):
-        disk = selection.find_storage(world, Path(path))
-        written = to_files(world, disk, slots)
+        # What the script has removed stays removed.
+        if not any(gather(world, Path(path).is_dir())):
+            continue
+        try:
+            disk = selection.find_storage(world, Path(path))
+            written = to_files(world, disk, slots)
+        except CheckpointError as error:
+            problems.append(str(error))
+            continue
         text = f"no complete copy in memory is newer than the checkpoints in {path}"
         if written is not None:
             step, _ = written
             text = f"the copy of step {step} in memory is written to {path}"
         if disk.rank == 0:
             print(f"npu_device: {text}", file=sys.stderr)
+    if problems:
+        raise CheckpointError("\n".join(problems))
 
 
 def main() -> None:

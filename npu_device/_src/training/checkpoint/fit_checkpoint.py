@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import math
@@ -13,28 +12,25 @@ from typing import Any
 import tensorflow as tf
 
 from npu_device._src import compat
-from npu_device._src.training.checkpoint import next_samples
 from npu_device._src.training.checkpoint.callback_states import (
     CallbackStates,
     list_of_fit,
     list_with,
 )
+from npu_device._src.training.checkpoint.fit_data import FitData, Position
 from npu_device._src.training.checkpoint.folder import CheckpointError, require_local
 from npu_device._src.training.checkpoint.job_checkpoint import JobCheckpoint
 from npu_device._src.training.checkpoint.selection import gather
 from npu_device._src.training.distribute.ranks import is_main
 from npu_device._src.training.fit import start
-from npu_device._src.training.fit.function import Function
+from npu_device._src.training.fit.function import INNER, Function
 from npu_device._src.training.fit.replica import replica_of
 from npu_device._src.training.fit.sources import pull, with_put_back
 from npu_device._src.training.opening.current_world import current_world
 from npu_device._src.training.watching import training_state
-from npu_device._src.world.share import content
-from npu_device._src.world.world import World
 
 _log = logging.getLogger("npu_device")
 _FIT_KEY = "fit"
-_INNER = "_npu_inner"
 # The suffix that Keras gives to further objects of a class. It depends on what a script made before.
 _KERAS_SUFFIX = re.compile(r"_\d+(?=[/:]|$)")
 _newest: FitCheckpoint | None = None  # the callback whose fit has begun last, until that fit ends
@@ -81,6 +77,8 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
         preemption: bool = True,
     ) -> None:
         super().__init__()
+        # Without this, tf-keras reads the logs of each step for ``on_train_batch_begin``.
+        self._supports_tf_logs = True
         require_local(directory)
         self.not_kept: tuple[str, ...] = ()
         self._directory = directory
@@ -118,9 +116,17 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
         self._step = 0  # step within the epoch
         self._total = 0  # steps of all epochs
         self._begins_epoch = False
+        # Whether Keras tells steps, and the next call of the train function is one: ``train_on_batch`` makes others.
+        self._knows_steps = False
+        self._is_step = False
+        self._is_cut = False  # a callback has ended an epoch, and so the fit, at a step
+        self._stops_at_epoch_end = False
         self._has_begun_files = False
         knows_length = (self.params or {}).get("steps") is not None
-        self._data = _Data(current_world(), self.model, knows_length)
+        world = current_world()
+        if world is not None:
+            start.keep_steps_per_execution(world, self.model)
+        self._data = FitData(world, self.model, knows_length)
         self._resume = self._position_to_resume()
         if self._resume is None:
             # Restores nothing, but allows the checkpoint to save.
@@ -138,9 +144,6 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
         compat.begin_fit_at(self.model, None)
         self._epoch = epoch
         self._begins_epoch = True
-        # A callback may have had Keras make it anew, for instance to train other layers from now on.
-        if _is_new(self.model.train_function):
-            self._wrap_train_function()
         # By now all callbacks have begun.
         if not self._has_begun_files:
             self._has_begun_files = True
@@ -148,16 +151,49 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
         if self._resume is not None:
             self._callbacks.hide()
 
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Tell a step of this ``fit`` from other calls of the train function: a callback may ``train_on_batch``."""
+        self._knows_steps = True
+        self._is_step = True
+        # A callback may have had Keras make it anew, for instance to train other layers from now on.
+        if _is_new(self.model.train_function):
+            self._wrap_train_function()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Save a checkpoint if a callback stops ``fit`` within an epoch: the next one goes on there."""
+        is_ended = self._stops_at_epoch_end or self._resume is not None
+        if not self.model.stop_training or self._is_cut or is_ended:
+            return
+        self._is_cut = True
+        # After the last step, the other ranks may not have been stopped.
+        if self._is_within_epoch():
+            self._job.try_to_save(self._total, self._notes())
+
+    def _is_within_epoch(self) -> bool:
+        steps = (self.params or {}).get("steps")
+        return steps is None or self._step < steps
+
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Let Keras call the other callbacks again, when the ``fit`` of the checkpoint had ended."""
         self._callbacks.show()
+        if self._stops_at_epoch_end:
+            self.model.stop_training = True
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Save the last checkpoint."""
+        """Save the last checkpoint, unless there is one of the step in which a callback has stopped the ``fit``."""
         self.model.train_function = self._inner
         self._must_have_resumed()
-        notes = self._notes(ended_of=self.params["epochs"])
-        self._job.try_to_save(self._total, notes)
+        if not self._is_cut or not self._is_within_epoch():
+            ended_epochs = self.params["epochs"]
+            if any(gather(current_world(), self._is_cut)):
+                ended_epochs = self._epoch + 1
+            notes = self._notes(ended_of=ended_epochs)
+            self._job.try_to_save(self._total, notes)
+        if self._is_cut and is_main():
+            text = (
+                "a callback has stopped this fit within epoch %d: another one with %s goes on there"
+            )
+            _log.warning(text, self._epoch + 1, self._directory)
         self._callbacks.end()
         self._leave()
 
@@ -173,10 +209,10 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
 
     def _wrap_train_function(self) -> None:
         # An interrupted ``fit`` may have left its wrapper on the model.
-        self._inner = getattr(self.model.train_function, _INNER, self.model.train_function)
+        self._inner = getattr(self.model.train_function, INNER, self.model.train_function)
         # A partial takes attributes, unlike a bound method.
         outer = functools.partial(self._call)
-        setattr(outer, _INNER, self._inner)
+        setattr(outer, INNER, self._inner)
         self.model.train_function = outer
 
     def _call(self, keras_iterator: Any) -> Any:
@@ -184,6 +220,9 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
             # An error has ended the fit of this callback, and Keras has kept its train function for another one.
             self._leave()
             return self._inner(keras_iterator)
+        if self._knows_steps and not self._is_step:
+            return self._inner(keras_iterator)
+        self._is_step = False
         count = compat.steps_per_call(self.model)
         pulled = None
         if self._begins_epoch:
@@ -196,14 +235,15 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
             if pulled is None:
                 pulled = pull(iterator, count)
             return self._pass_over(pulled, count)
+        steps = (self.params or {}).get("steps")
+        # The last call of an epoch makes as many steps as there are batches: Keras 3 doesn't end it at steps_per_epoch.
+        if pulled is None and steps is not None and steps - self._step < count:
+            pulled = pull(iterator, count)
+        steps_done = count
         if pulled is not None:
             iterator = with_put_back(iterator, pulled)
+            steps_done = len(pulled)
         logs = self._inner(iterator)
-        steps = (self.params or {}).get("steps")
-        steps_done = count
-        # The last call of an epoch may make fewer steps.
-        if steps is not None:
-            steps_done = min(count, steps - self._step)
         self._step += steps_done
         self._total += steps_done
         self._job.step_done(self._total, self._notes())
@@ -216,7 +256,7 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
         if self._resume is None:
             pulled = self._data.begin_epoch(keras_iterator, count, steps_before)
         else:
-            position = _Position.from_notes(self._resume["data"])
+            position = Position.from_notes(self._resume["data"])
             pulled, problem = self._data.resume_epoch(keras_iterator, count, position)
             self.not_kept = ()
             if problem is not None:
@@ -243,10 +283,13 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
         counted_steps = math.ceil(self._step / count) * count
         if self._resume is None or counted_steps < self._resume["step"]:
             return {}
+        self._note_left_out(count)
         ended_epochs = self._resume["ended_of"]
         # An epoch that ended early counts, too.
         if ended_epochs >= self.params["epochs"]:
-            self.model.stop_training = True
+            # At the end of an epoch, Keras 3 makes the next iterator, which draws another order for the next fit.
+            self._stops_at_epoch_end = True
+            self.model.stop_training = self._is_within_epoch()
             if is_main():
                 _log.warning(
                     "the fit whose checkpoints are in %s had ended: its last state is restored, and nothing is trained."
@@ -258,6 +301,20 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
         if ended_epochs > 0:
             self._callbacks.hide()
         return self.model.get_metrics_result()
+
+    def _note_left_out(self, count: int) -> None:
+        """Warn if calls of ``count`` steps don't end where the checkpoint was written."""
+        assert self._resume is not None
+        left_out = self._step - self._resume["step"]
+        if left_out <= 0 or (self.params or {}).get("steps") is None:
+            return
+        problem = (
+            f"{left_out} of the batches of epoch {self._epoch + 1} are left out, since the checkpoint is of step "
+            f"{self._resume['step']}, and steps_per_execution is {count} now"
+        )
+        self.not_kept += (problem,)
+        if is_main():
+            _log.warning("the training is resumed, but %s", problem)
 
     def _build(self, batches: Any, batch: Any) -> None:
         replica = replica_of(self.model)
@@ -339,117 +396,3 @@ def _is_new(function: Any) -> bool:
     return isinstance(function, Function) or (
         callable(function) and compat.belongs_to_keras(function)
     )
-
-
-@dataclasses.dataclass
-class _Position:
-    """The place of an epoch's first batches in the data of a ``fit``."""
-
-    # Number of iterators that Keras used before the iterator of this epoch.
-    iterators_before: int = 0
-    # Number of batches that earlier epochs took from the iterator of this epoch.
-    passed_batches: int = 0
-    # By rank, the checksum of its first batches, which a resumed fit must find again.
-    first_checksums: list[int] = dataclasses.field(default_factory=list)
-    samples_checksum: int = 0  # checksum of the samples of all ranks in these batches
-
-    @classmethod
-    def from_notes(cls, notes: dict[str, Any]) -> _Position:
-        return cls(*[notes[key] for key in _POSITION_KEYS if key in notes])
-
-    def notes(self) -> dict[str, Any]:
-        return dict(zip(_POSITION_KEYS, dataclasses.astuple(self)))
-
-
-# The names of a position's fields in a checkpoint, as the first releases wrote them.
-_POSITION_KEYS = ("number", "passed", "first", "samples")
-
-
-class _Data:
-    """The data of one ``fit``, of which Keras makes an iterator for each epoch or one for all of them."""
-
-    def __init__(self, world: World | None, model: Any, knows_length: bool) -> None:
-        self._world = world
-        self._model = model
-        self._knows_length = knows_length
-        self.keras_iterator: Any = None
-        # The iterator that is used: Keras's own, or after resuming the one at the right position.
-        self.iterator: Any = None
-        self.position = _Position()
-
-    def begin_epoch(self, keras_iterator: Any, count: int, steps_before: int) -> list:
-        """Return the first ``count`` batches of an epoch; the epoch before has taken ``steps_before``."""
-        position = self.position
-        if keras_iterator is self.keras_iterator:
-            position.passed_batches += steps_before
-        else:
-            position.iterators_before += self.keras_iterator is not None
-            position.passed_batches = 0
-            self.keras_iterator = keras_iterator
-            self.iterator = keras_iterator
-        pulled = pull(self.iterator, count)
-        position.first_checksums = gather(self._world, start.full_checksum(pulled))
-        position.samples_checksum = self._samples_checksum(pulled)
-        return pulled
-
-    def resume_epoch(
-        self, keras_iterator: Any, count: int, position: _Position
-    ) -> tuple[list, str | None]:
-        """Return the first batches of an epoch at the place of a checkpoint, and why they are others; None if not."""
-        self.position = position
-        self.keras_iterator = self.iterator = keras_iterator
-        dataset = compat.dataset_of(keras_iterator)
-        iterators = 0
-        if position.iterators_before and compat.is_generated(dataset):
-            return pull(keras_iterator, count), _GENERATED
-        # Keras may have made more iterators than it used; checksums tell which number is right.
-        candidates = compat.iterators_made(
-            self._model, position.iterators_before, self._knows_length
-        )
-        for iterators_made in candidates:
-            while iterators < iterators_made:
-                self.iterator = iter(dataset)
-                iterators += 1
-            for _ in range(position.passed_batches):
-                # One at a time, since all of them may be more than the memory holds.
-                if not pull(self.iterator, 1):
-                    break
-            pulled = pull(self.iterator, count)
-            checksums = gather(self._world, start.full_checksum(pulled))
-            # Another number of ranks divides batches in another way, unless all ranks read the same.
-            expected = position.first_checksums
-            is_resized = len(checksums) != len(expected)
-            is_found = checksums == expected
-            if is_resized and not is_found:
-                samples_checksum = self._samples_checksum(pulled)
-                # If a pipeline divides batches, the ranks together have the same samples, but each has others.
-                is_found = (
-                    set(checksums) == set(expected) or samples_checksum == position.samples_checksum
-                )
-            if is_found:
-                return pulled, None if self._knows_length else _UNKNOWN_LENGTH
-        ranks = []
-        for rank, checksum in enumerate(checksums):
-            if rank >= len(expected) or checksum != expected[rank]:
-                ranks.append(str(rank))
-        return pulled, _OTHER_DATA.format(ranks=", ".join(ranks))
-
-    def _samples_checksum(self, pulled: list) -> int:
-        """Return the checksum of what all ranks have pulled, the same on any number of ranks."""
-        checksum = next_samples.checksum_of([content(batch) for batch in pulled])
-        return sum(gather(self._world, checksum))
-
-
-_GENERATED = (
-    "its data come from Python (a PyDataset, a Sequence, a generator), whose order in a later epoch can't be found "
-    "again.\nWhat to do: give fit arrays or a tf.data.Dataset."
-)
-_UNKNOWN_LENGTH = (
-    "the length of the data is unknown, so Keras tries a step after their end, and optimizers count it.\n"
-    "What to do: dataset.apply(tf.data.experimental.assert_cardinality(batches))."
-)
-_OTHER_DATA = (
-    "rank(s) {ranks} read a different first batch than before.\nLikely cause: data that are shuffled without a seed or "
-    "in Python; or other data.\nWhat to do: call keras.utils.set_random_seed before the dataset is made, and shuffle "
-    "with tf.data."
-)

@@ -117,9 +117,12 @@ class JobCheckpoint:
             world = current_world()
             stop_signal = signal.Signals[environment.NPU_DEVICE_PREEMPT_SIGNAL.get()]
             limit = environment.NPU_DEVICE_PREEMPT_TIMEOUT.get()
+            requests = join_requests(world)
             try:
-                self._preemption = Preemption(world, stop_signal, limit, join_requests(world))
+                self._preemption = Preemption(world, stop_signal, limit, requests)
             except ValueError:
+                if requests is not None:
+                    requests.close()
                 text = "this thread can't handle %s. What to do: make the JobCheckpoint in the main thread."
                 _log.warning(text, stop_signal.name)
 
@@ -479,6 +482,8 @@ class JobCheckpoint:
         # Another number of ranks finds the places of iterators by what these would read next.
         if self._is_stopping:
             samples = gather(world, self._own_state.next_samples())
+        if None in samples:
+            samples = []
         return {
             "samples": samples,
             "world_size": len(storage.keepers),

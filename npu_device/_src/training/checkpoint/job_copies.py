@@ -7,7 +7,10 @@ another number, take the state from it. Without room in memory, that state is a 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any, Callable, NamedTuple
+
+import tensorflow as tf
 
 from npu_device._src import environment
 from npu_device._src.training.checkpoint import folder
@@ -28,6 +31,12 @@ from npu_device._src.world.world import World
 _log = logging.getLogger("npu_device")
 _ON_DISK = "the state of step %d is written to the disk, and not kept in memory for the ranks that go on: %s"
 _NO_ROOM = "it needs more memory than a host or container has"
+_NO_OWN_FILES = (
+    "step %d isn't copied to memory: ranks can't write their own state to a temporary file:\n%s\n"
+    "Training goes on; checkpoints on the disk continue.\n"
+    "What to do: make room for temporary files, or set TMPDIR to a directory that has some; leave out of per_rank what "
+    "TensorFlow can't save."
+)
 _NO_COPY = "a copy isn't ready or has failed, or gradients have been added up since the last update"
 
 
@@ -59,6 +68,7 @@ class JobCopies:
         self._copied = copied
         self._interval = interval  # steps between copies; None for one at the end only
         self._has_reserved = False
+        self._has_warned = False  # of ranks that can't write their own state
 
     def close(self) -> None:
         self._copier.close()
@@ -109,15 +119,45 @@ class JobCopies:
         return not problems
 
     def _copy(self, step: int, notes: dict[str, Any], is_last: bool = False) -> bool:
-        """Begin a copy of this step; return False if a rank is still busy with the one before."""
-        reports = gather(self._world, (step, self._copier.is_busy))
-        is_one_step = len({rank_step for rank_step, _ in reports}) == 1
-        is_busy = any(rank_is_busy for _, rank_is_busy in reports)
+        """Begin a copy of this step; return False if a rank is still busy, or can't write its own state."""
         # Between two updates, what one process has would take a reduction: the copy comes after the next update.
-        if not is_one_step or is_busy or self._copied.shared.partial_sums():
+        is_ready = not (self._copier.is_busy or self._copied.shared.partial_sums())
+        reports = gather(self._world, (step, is_ready))
+        is_one_step = len({rank_step for rank_step, _ in reports}) == 1
+        if not is_one_step or not all(rank_is_ready for _, rank_is_ready in reports):
             return False
         own_state = self._copied.own_state
         own_state.collect()
+        rank_files: dict[str, bytes] = {}
+        problem = None
+        try:
+            rank_files = own_state.files(folder.own_prefix(self._disk.rank))
+        except (OSError, tf.errors.OpError) as error:
+            problem = str(error)
+        problems = {}
+        for rank, rank_problem in enumerate(gather(self._world, problem)):
+            if rank_problem is not None:
+                problems[rank] = rank_problem
+        if problems:
+            self._warn(step, problems)
+        else:
+            self._begin(step, notes, is_last, rank_files)
+            self._newest_step = step
+        own_state.drop_arrays()
+        return not problems
+
+    def _warn(self, step: int, problems: Mapping[int, str]) -> None:
+        """Warn once that ranks can't write their own state, which is part of a copy."""
+        if self._disk.rank == 0 and not self._has_warned:
+            texts = list(problems.values())
+            if self._world is not None:
+                texts = self._world.job.cluster.lines(problems)
+            _log.warning(_NO_OWN_FILES, step, "\n".join(texts))
+        self._has_warned = True
+
+    def _begin(
+        self, step: int, notes: dict[str, Any], is_last: bool, rank_files: Mapping[str, bytes]
+    ) -> None:
         checkpoint = self._copied.shared.checkpoint()
         variables = variables_of(checkpoint)
         paths = {id(variable): path for path, variable in variables.items()}
@@ -136,12 +176,9 @@ class JobCopies:
         if is_last:
             rank_of_last_copy = rank
         copied = tensors_of(checkpoint, paths, rank_of_last_copy)
-        for name, content in own_state.files(folder.own_prefix(rank)).items():
+        for name, content in rank_files.items():
             copied.append(({"kind": FILE, "name": name, "slice": ""}, content))
         self._copier.copy(header, copied)
-        own_state.drop_arrays()
-        self._newest_step = step
-        return True
 
     def checkpoint_of_copies(self) -> Storage:
         """Let the ranks write the newest copy of an ended attempt as a checkpoint; return where one is read."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 
@@ -14,6 +15,7 @@ class JoinRequests:
     """The pipe of the requests, open as long as the ranks can end after a step."""
 
     def __init__(self, path: str) -> None:
+        self._path = path
         # A pipe without writers would be ready for reading all the time, so this process is a writer, too.
         self.descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         self._refused: set[int] = set()
@@ -32,6 +34,11 @@ class JoinRequests:
                 "samples: nodes that have come wait for the next restart"
             )
         return not undivided
+
+    def grant(self) -> None:
+        """Tell npurun, by removing the pipe, that the ranks end for a node, and not by themselves."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._path)
 
     def close(self) -> None:
         os.close(self.descriptor)

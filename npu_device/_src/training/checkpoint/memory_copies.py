@@ -17,6 +17,7 @@ import logging
 import sys
 import threading
 import time
+import weakref
 import zlib
 from collections.abc import Sequence
 from operator import attrgetter
@@ -87,6 +88,8 @@ class Copier:
     ) -> None:
         self._world = world
         self._slots = [*slots, *received]
+        # A script may drop a checkpoint without closing it.
+        self._close_slots = weakref.finalize(self, close_slots, self._slots)
         ranks = range(len(storage.keepers))
         ranks_per_host = len(slots) // SLOTS
         self._hosts = len(ranks) // ranks_per_host
@@ -124,7 +127,7 @@ class Copier:
             self._thread.join(COPY_END_SECONDS)
         # A thread that is stuck may still write.
         if not self._is_copying:
-            close_slots(self._slots)
+            self._close_slots()
 
     def wait(self) -> bool:
         """Wait until the last copy is made, and is sent to another host; return whether it is whole."""
@@ -219,10 +222,11 @@ class Copier:
     def _checksums_of_first(self, header: dict[str, Any]) -> dict[str, int]:
         # The first rank writes its copy at this moment, so that this is a short wait.
         deadline = time.monotonic() + COPY_WAIT_SECONDS
-        key = header["attempt"], header["step"]
+        names = ("directory", "attempt", "step")
+        wanted = [header[name] for name in names]
         while time.monotonic() < deadline:
             for slot in self._slots_of_first_rank:
-                if slot.load_header() and slot.key == key:
+                if slot.load_header() and [slot.header[name] for name in names] == wanted:
                     records = slot.header["records"]
                     shared = [record for record in records if record["kind"] == SHARED]
                     return {full_name(record): record["crc"] for record in shared}
@@ -261,6 +265,7 @@ def copier_of(world: World | None, storage: Storage, is_demanded: bool) -> Copie
     problems = [text for text in gather(world, problem) if text is not None]
     if not problems:
         return Copier(world, storage, slots, received, folder_in_memory(address or ""))
+    close_slots([*slots, *received])
     if is_demanded and storage.rank == 0:
         _log.warning(_NO_LAUNCHER, problems[0])
     return None

@@ -7,6 +7,7 @@ iterator is moved on by one batch for each step, and then compared: checksums of
 from __future__ import annotations
 
 import tempfile
+import time
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,11 +15,15 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from npu_device._src.cluster.time_limits import NEXT_PROGRESS_SECONDS
+from npu_device._src.collectives.engine_text import say
 from npu_device._src.training.checkpoint.selection import gather
 from npu_device._src.world.world import World
 
 Checksums = Mapping[str, int]
 """Of the next samples of one rank, by the name of the iterator."""
+_BATCHES_TOGETHER = 500  # after which all ranks wait for each other
+_PASSES = "npu_device: {name} (per_rank) passes over {steps:,} batches, {done:,} so far, for another number of ranks"
 _COUNTED = 4096  # elements of a sample that count, at equal distances, if it has more
 
 
@@ -36,9 +41,7 @@ def move_on(
     """
     checksums = {}
     for name, iterator in iterators.items():
-        for _ in range(steps):
-            # At the end of the data, the comparison finds that they are too few.
-            next(iterator, None)
+        _pass_over(world, name, iterator, steps)
         checksums[name] = _look_ahead(iterator)
     by_rank = gather(world, checksums)
     lost = []
@@ -56,6 +59,21 @@ _OTHER_SAMPLES = (
     "before. What to do: divide data with shard_and_rebatch_dataset after shuffle, give shuffle a seed, and take one "
     "batch for each step"
 )
+
+
+def _pass_over(world: World | None, name: str, iterator: Any, steps: int) -> None:
+    """Read one batch for each step. Ranks stay together, as the fastest would give up waiting for the others."""
+    is_main = world is None or world.is_main
+    said_at = -NEXT_PROGRESS_SECONDS
+    for step in range(steps):
+        if step % _BATCHES_TOGETHER == 0 and steps > _BATCHES_TOGETHER:
+            if world is not None:
+                world.wait()
+            if is_main and time.monotonic() - said_at > NEXT_PROGRESS_SECONDS:
+                say([_PASSES.format(name=name, done=step, steps=steps)])
+                said_at = time.monotonic()
+        # At the end of the data, the comparison finds that they are too few.
+        next(iterator, None)
 
 
 def _look_ahead(iterator: Any) -> int:

@@ -45,9 +45,12 @@ class Preemption:
         limit: float,
         requests: JoinRequests | None = None,
     ) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise ValueError("only the main thread handles signals")
         self._world = world
         self._signal = stop_signal
         self._requests = requests
+        self._grants_request = False  # the ranks end as npurun has asked for
         self._limit = limit  # seconds from the signal until this process ends, finished or not
         self.name = next(_names)  # the same on all ranks, since they make the same calls
         self._changed = threading.Condition()
@@ -70,8 +73,6 @@ class Preemption:
             )
             _current.close()
         self._previous = signal.signal(stop_signal, _ignore_signal)
-        # The object counts as the current one only now: ``signal.signal`` fails in other threads than the main one, and
-        # then nothing may have changed.
         _current = self
         self._reader, self._writer = os.pipe()
         # ``set_wakeup_fd`` takes no descriptor that blocks.
@@ -114,6 +115,8 @@ class Preemption:
     def note_saved(self) -> None:
         """Record that the last checkpoint is complete: from now on, the process can only end as resumable."""
         self._code = RESUMABLE
+        if self._requests is not None and self._grants_request:
+            self._requests.grant()
         # This rank may be ahead of its own signal. Python gives signals their default behaviour back as it ends, and
         # a rank that the signal kills then would not count as resumable.
         atexit.register(signal.signal, self._signal, signal.SIG_IGN)
@@ -215,7 +218,14 @@ class Preemption:
         # In a failed job, and where some ranks don't train any more, npurun learns that by itself.
         with contextlib.suppress(ClusterError):
             if self._requests.accept():
-                self._agree()
+                had_agreed = self._grants_request
+                has_agreed = False
+                # As soon as the ranks agree, the main thread may be at its last step.
+                self._grants_request = True
+                try:
+                    has_agreed = self._agree() != _NEVER
+                finally:
+                    self._grants_request = had_agreed or has_agreed
 
     def _begin(self) -> None:
         if self._world is not None and self._world.job.health.is_over:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import tempfile
 from collections import Counter
@@ -30,8 +31,10 @@ from npu_device._src.wording import counted
 from npu_device._src.world.sent_objects import from_json, to_json
 from npu_device._src.world.world import World
 
+_log = logging.getLogger("npu_device")
 _UNTRACKED = "npu_untracked"
-Digests = dict[str, tuple[tuple[int, ...], int]]
+_UNKNOWN_NEXT = "the next samples of iterators can't be noted: another number of ranks would begin their data anew: %s"
+Digests = dict[str, tuple[str, int]]
 
 
 class SharedState:
@@ -68,7 +71,8 @@ class SharedState:
             # What only one rank has can't differ, and would be sent to all.
             if not compat.is_apart(variable):
                 value_digest = checksum(tf.convert_to_tensor(variable))
-            digests[path] = (tuple(variable.shape), value_digest)
+            # As text, since a shape may be unknown.
+            digests[path] = (str(tf.TensorShape(variable.shape)), value_digest)
         return digests
 
     def write(self, prefix: Path) -> None:
@@ -266,9 +270,13 @@ class RankState:
             else:
                 self._trackables[name] = trackable(component, name)
 
-    def next_samples(self) -> dict[str, int]:
-        """Return the checksums of the next batches of iterators by name."""
-        return next_samples.look_ahead(self._iterators())
+    def next_samples(self) -> dict[str, int] | None:
+        """Return the checksums of the next batches of iterators by name; None, with a warning, if one can't be read."""
+        try:
+            return next_samples.look_ahead(self._iterators())
+        except (OSError, tf.errors.OpError) as error:
+            _log.warning(_UNKNOWN_NEXT, error)
+            return None
 
     def begin_anew(
         self, world: World | None, step: int, samples: Sequence[dict[str, int]]
@@ -332,6 +340,10 @@ class RankState:
                 shape_and_slices=[""] * len(differing),
                 tensors=tensors,
             )
+        text = self._record(list(differing), partial_sums)
+        Path(f"{prefix}.json").write_text(text, encoding="utf-8")
+
+    def _record(self, differing: Sequence[str], partial_sums: Sequence[str]) -> str:
         states: dict[str, Any] = {}
         for name, generator in self._generators.items():
             if isinstance(generator, random.Random):
@@ -345,13 +357,21 @@ class RankState:
             "differing": list(differing),
             "parts": list(partial_sums),
         }
-        Path(f"{prefix}.json").write_text(to_json(record), encoding="utf-8")
+        return to_json(record)
 
     def files(self, name: str) -> dict[str, bytes]:
-        """Return what ``write`` writes under a name, without any shared variables."""
-        with tempfile.TemporaryDirectory() as directory:
-            self.write(Path(directory) / name, {}, [])
-            return {path.name: path.read_bytes() for path in sorted(Path(directory).iterdir())}
+        """Return what ``write`` writes under a name, without any shared variables.
+
+        Raises:
+            OSError, tf.errors.OpError: the trackables don't fit into the directory for temporary files.
+        """
+        files = {f"{name}.json": self._record([], []).encode()}
+        if self._trackables:
+            with tempfile.TemporaryDirectory() as directory:
+                tf.train.Checkpoint(**self._trackables).write(f"{directory}/{name}")
+                for path in sorted(Path(directory).iterdir()):
+                    files[path.name] = path.read_bytes()
+        return files
 
     def read(self, prefix: Path, variables: Mapping[str, Any]) -> tuple[list[str], list[str]]:
         """Read what ``write`` has written, given the shared variables by path.

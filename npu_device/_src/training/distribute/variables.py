@@ -259,10 +259,11 @@ def shares(variables: Sequence, count: int) -> list[range]:
         )
     weights = []
     for variable in variables:
-        size = tf.as_dtype(variable.dtype).size * int(np.prod(variable.shape))
-        # Scalars weigh nothing, as on Ascend.
-        if len(variable.shape) == 0:
-            size = 0
+        shape = tf.TensorShape(variable.shape)
+        size = 0
+        # Scalars weigh nothing, as on Ascend, and neither does what has no known size.
+        if shape.rank:
+            size = tf.as_dtype(variable.dtype).size * (shape.num_elements() or 0)
         weights.append(size)
     total = sum(weights)
     bytes_taken = 0  # bytes of the runs so far

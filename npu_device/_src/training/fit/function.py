@@ -16,6 +16,9 @@ from npu_device._src.training.fit.step_context import StepContext
 from npu_device._src.training.watching import training_state
 from npu_device._src.world.share import Share, content, is_tagged, mark_of, require_units, rows_of
 
+INNER = "_npu_inner"
+"""The attribute of a callback's function, around one of a model, that has the latter."""
+
 _TRACED = (
     "Likely cause: the model runs eagerly, but is traced once before its first step, to make its variables, and traced "
     "tensors have no values.\nWhat to do: return tensors from the step, not value.numpy(). If the model's call needs "
@@ -58,15 +61,17 @@ class Function(StepContext):
         steps = compat.steps_per_call(self.model)
         return self._input_wait.call(self._keras_function, batches, steps, self.has_own_data)
 
-    def make(self, force: bool = False) -> Function:
+    def make(self, force: bool = False) -> Callable:
         """Make the function of the model, unless it is there; Keras calls this at the beginning of each ``fit``."""
         self._state.prepare(self.mode)
+        called_by_keras = getattr(self.model, self._name)
         # ``compile`` drops the function, so that a new one is made after it.
-        if getattr(self.model, self._name) is not self or force:
-            self.is_first_call = True
-            self._is_built = False
-            self._outcome_of_check = ""
-            self._make_anew()
+        if getattr(called_by_keras, INNER, called_by_keras) is self and not force:
+            return called_by_keras
+        self.is_first_call = True
+        self._is_built = False
+        self._outcome_of_check = ""
+        self._make_anew()
         return self
 
     def _make_anew(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from npu_device._src.collectives.engine_text import say
@@ -10,8 +9,6 @@ from npu_device._src.training.fit import start, xla
 from npu_device._src.training.fit.weighting import replicate_optimizer
 from npu_device._src.training.watching import training_state
 from npu_device._src.world.world import World
-
-_log = logging.getLogger("npu_device")
 
 
 class ReplicaState:
@@ -36,13 +33,7 @@ class ReplicaState:
     def prepare(self, mode: str) -> None:
         """Set what must be set before Keras makes a function."""
         xla.leave_call(self.model)
-        if getattr(self.model, "autotune_steps_per_execution", False):
-            # tf-keras would choose the number by the time that this rank takes; its callbacks would run at other steps.
-            self.model.autotune_steps_per_execution = False
-            if self.world.is_main:
-                _log.warning(
-                    "steps_per_execution='auto' is 1 in a replicated model: ranks would choose other numbers."
-                )
+        start.keep_steps_per_execution(self.world, self.model)
         if mode == "train":
             for optimizer in training_state.optimizers(self.model):
                 replicate_optimizer(optimizer, self.world, self.shard_optimizer)

@@ -4,6 +4,7 @@ let rank 0 say what is trained: the job, the batch, and the settings left as the
 
 from __future__ import annotations
 
+import logging
 import random
 from collections import Counter
 from functools import partial
@@ -23,6 +24,8 @@ from npu_device._src.wording import counted
 from npu_device._src.world.share import without_optional
 from npu_device._src.world.world import World
 
+_log = logging.getLogger("npu_device")
+
 
 def set_random_state_from_root(world: World) -> None:
     """Set the random states of all ranks to those of rank 0: Python's, numpy's and TensorFlow's."""
@@ -32,6 +35,17 @@ def set_random_state_from_root(world: World) -> None:
     states = world.object_from_root(training_state.random_states())
     if not world.is_main:
         training_state.set_random_states(states)
+
+
+def keep_steps_per_execution(world: World, model: Any) -> None:
+    """Switch off what chooses ``steps_per_execution="auto"`` in tf-keras."""
+    # It would go by the time that this rank takes, and callbacks would run at other steps than on other ranks.
+    if getattr(model, "autotune_steps_per_execution", False):
+        model.autotune_steps_per_execution = False
+        if world.is_main:
+            _log.warning(
+                "steps_per_execution='auto' is 1 on several ranks, which would choose other numbers."
+            )
 
 
 def spec_of(model: Any, batches: Any, batch: Any) -> Any:

@@ -200,8 +200,10 @@ class Step:
         return self
 
     def __exit__(self, error_class: Any, error: Any, traceback: Any) -> None:
-        self._running.__exit__(error_class, error, traceback)
-        self._replaced.restore()
+        try:
+            self._running.__exit__(error_class, error, traceback)
+        finally:
+            self._replaced.restore()
         if self._random_numbers is not None:
             self._random_numbers.end()
             if error is None:

@@ -53,8 +53,8 @@ class WatchedOptimizer:
         self, job: Job, class_name: str, variables: Sequence, first_look: int = FIRST_LOOKS[0]
     ) -> None:
         self.class_name = class_name
-        shapes = [tuple(variable.shape) for variable in variables]
-        numbers = sum(int(np.prod(shape)) for shape in shapes)
+        shapes = [tf.TensorShape(variable.shape) for variable in variables]
+        numbers = sum(shape.num_elements() or 0 for shape in shapes)  # unknown shapes count nothing
         # Names may differ among ranks; numbers don't.
         self.signature = f"{len(variables)} variables, {numbers} numbers"
         self.trained = {id(compat.inner_variable(variable)) for variable in variables}
