@@ -76,9 +76,15 @@ def body_after_another_training(addresses: list[str], directory: str) -> list[in
             begins.append(checkpoint.restore())
             for step in range(1, steps + 1):
                 checkpoint.step_done(step)
+                _wait_for_copy(checkpoint)
         if steps != 1:
             _remove(directory)
     return begins
+
+
+def _wait_for_copy(checkpoint: npu.train.JobCheckpoint) -> None:
+    while checkpoint._copies is not None and checkpoint._copies._copier.is_busy:
+        time.sleep(0.01)
 
 
 def body_two_directories(addresses: list[str], directory: str) -> None:
@@ -176,8 +182,7 @@ def body_full(address: str, directory: str) -> list[str]:
             for step in range(1, 4):
                 checkpoint.step_done(step)
                 # The copy fails in its thread.
-                while checkpoint._copies is not None and checkpoint._copies._copier.is_busy:
-                    time.sleep(0.01)
+                _wait_for_copy(checkpoint)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         checkpoint.save(3)
