@@ -77,15 +77,17 @@ def test_a_later_epoch_goes_on_to_the_same_bits(
     assert parts["logs"] == {epoch: whole["logs"][epoch] for epoch in (1, 2, 3)}
 
 
-def test_a_fit_that_a_callback_stops_within_an_epoch_is_not_over(
-    keras_single: Pool, tmp_path: Path
+@pytest.mark.parametrize("steps", [8, 10])
+def test_a_fit_that_a_callback_stops_in_a_step_is_not_over(
+    keras_single: Pool, steps: int, tmp_path: Path
 ) -> None:
-    [result] = keras_single.run(bodies.body_stopped, str(tmp_path / "fit"))
+    """Within its second epoch, or in the last step of that."""
+    [result] = keras_single.run(bodies.body_stopped, str(tmp_path / "fit"), steps)
     whole, parts = result["whole"], result["parts"]
     [text] = result["stopped"]["warnings"]
-    assert "stopped this fit within epoch 2" in text and not parts["warnings"]
+    assert "stopped this fit in a step of epoch 2" in text and not parts["warnings"]
     same_bits(whole["values"], parts["values"])
-    assert parts["logs"] == {epoch: whole["logs"][epoch] for epoch in (1, 2)}
+    assert parts["logs"][2] == whole["logs"][2]
 
 
 def test_other_steps_per_execution_than_before_leave_batches_out(

@@ -256,11 +256,11 @@ class _Stopping(Watch):
         super().__init__(after, lambda: setattr(self.model, "stop_training", True))
 
 
-def body_stopped(directory: str) -> dict[str, Any]:
-    """Resume a fit that a callback has stopped in its eighth step."""
+def body_stopped(directory: str, steps: int) -> dict[str, Any]:
+    """Resume a fit that a callback has stopped after some steps."""
     fresh(directory)
     options: dict[str, Any] = {"every": 3, "preemption": False}
-    stopped = fit(f"{directory}/parts", "dataset", watch=_Stopping(8), **options)
+    stopped = fit(f"{directory}/parts", "dataset", watch=_Stopping(steps), **options)
     return {
         "stopped": stopped,
         "parts": fit(f"{directory}/parts", "dataset", **options),

@@ -183,15 +183,15 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
         """Save the last checkpoint, unless there is one of the step in which a callback has stopped the ``fit``."""
         self.model.train_function = self._inner
         self._must_have_resumed()
-        if not self._is_cut or not self._is_within_epoch():
-            ended_epochs = self.params["epochs"]
-            if any(gather(current_world(), self._is_cut)):
-                ended_epochs = self._epoch + 1
-            notes = self._notes(ended_of=ended_epochs)
-            self._job.try_to_save(self._total, notes)
-        if self._is_cut and is_main():
+        is_cut = any(gather(current_world(), self._is_cut))
+        ended_epochs = self.params["epochs"]
+        if is_cut:
+            ended_epochs = self._epoch + 1
+        if not is_cut or not self._is_within_epoch():
+            self._job.try_to_save(self._total, self._notes(ended_of=ended_epochs))
+        if is_cut and is_main():
             text = (
-                "a callback has stopped this fit within epoch %d: another one with %s goes on there"
+                "a callback has stopped this fit in a step of epoch %d: another one with %s goes on"
             )
             _log.warning(text, self._epoch + 1, self._directory)
         self._callbacks.end()
