@@ -278,6 +278,21 @@ def body_other_calls(directory: str) -> dict[str, Any]:
     return fit(f"{directory}/parts", "dataset", compiled=compiled, **options)
 
 
+def body_without_epochs(directory: str) -> tuple[list[str], list[int]]:
+    """Return what a fit without an epoch leaves, and the epochs of two fits whose callbacks don't know them."""
+    fresh(directory)
+    fit(directory, "dataset", epochs=0, preemption=False)
+    files = os.listdir(directory)
+    epochs = []
+    for number in (1, 2):
+        checkpoint = npu.train.FitCheckpoint(directory, every=2, preemption=False)
+        model = make_model(3, wrapped=False)
+        callbacks = tf.keras.callbacks.CallbackList([checkpoint], add_history=True, model=model)
+        model.fit(**make_data("dataset", 3), epochs=number, verbose=0, callbacks=callbacks)
+        epochs.append(len(model.history.epoch))
+    return files, epochs
+
+
 def body_two_fits(directory: str) -> list[dict[str, Any]]:
     """Resume the second of two fits of one dataset."""
     place = fresh(directory)

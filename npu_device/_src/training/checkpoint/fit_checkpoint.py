@@ -122,7 +122,7 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
         self._is_cut = False  # a callback has ended an epoch, and so the fit, at a step
         self._stops_at_epoch_end = False
         self._has_begun_files = False
-        knows_length = (self.params or {}).get("steps") is not None
+        knows_length = self._epoch_steps is not None
         world = current_world()
         if world is not None:
             start.keep_steps_per_execution(world, self.model)
@@ -170,8 +170,17 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
             self._job.try_to_save(self._total, self._notes())
 
     def _is_within_epoch(self) -> bool:
-        steps = (self.params or {}).get("steps")
-        return steps is None or self._step < steps
+        return self._epoch_steps is None or self._step < self._epoch_steps
+
+    # A script's own ``CallbackList`` may know neither.
+
+    @property
+    def _epoch_steps(self) -> int | None:
+        return (self.params or {}).get("steps")
+
+    @property
+    def _epochs(self) -> int | None:
+        return (self.params or {}).get("epochs")
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Let Keras call the other callbacks again, when the ``fit`` of the checkpoint had ended."""
@@ -184,10 +193,12 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
         self.model.train_function = self._inner
         self._must_have_resumed()
         is_cut = any(gather(current_world(), self._is_cut))
-        ended_epochs = self.params["epochs"]
-        if is_cut:
-            ended_epochs = self._epoch + 1
-        if not is_cut or not self._is_within_epoch():
+        ended_epochs = self._epoch + 1
+        if self._epochs is not None and not is_cut:
+            ended_epochs = self._epochs
+        # Without an epoch there is nothing to go on with.
+        has_trained = self._has_begun_files
+        if has_trained and not (is_cut and self._is_within_epoch()):
             self._job.try_to_save(self._total, self._notes(ended_of=ended_epochs))
         if is_cut and is_main():
             text = (
@@ -235,7 +246,7 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
             if pulled is None:
                 pulled = pull(iterator, count)
             return self._pass_over(pulled, count)
-        steps = (self.params or {}).get("steps")
+        steps = self._epoch_steps
         # The last call of an epoch makes as many steps as there are batches: Keras 3 doesn't end it at steps_per_epoch.
         if pulled is None and steps is not None and steps - self._step < count:
             pulled = pull(iterator, count)
@@ -286,7 +297,7 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
         self._note_left_out(count)
         ended_epochs = self._resume["ended_of"]
         # An epoch that ended early counts, too.
-        if ended_epochs >= self.params["epochs"]:
+        if self._epochs is not None and ended_epochs >= self._epochs:
             # At the end of an epoch, Keras 3 makes the next iterator, which draws another order for the next fit.
             self._stops_at_epoch_end = True
             self.model.stop_training = self._is_within_epoch()
@@ -306,7 +317,7 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
         """Warn if calls of ``count`` steps don't end where the checkpoint was written."""
         assert self._resume is not None
         left_out = self._step - self._resume["step"]
-        if left_out <= 0 or (self.params or {}).get("steps") is None:
+        if left_out <= 0 or self._epoch_steps is None:
             return
         problem = (
             f"{left_out} of the batches of epoch {self._epoch + 1} are left out, since the checkpoint is of step "
@@ -358,9 +369,9 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
         if notes is None:
             return None
         position: dict[str, Any] = notes.get(_FIT_KEY, {})
-        epochs = self.params["epochs"]
+        epochs = self._epochs
         # The notes of a checkpoint that no fit has written have no epoch.
-        if position.get("epoch", epochs) < epochs:
+        if position and (epochs is None or position["epoch"] < epochs):
             return position
         problem = "is not that of a fit"
         if position:
