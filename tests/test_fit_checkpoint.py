@@ -102,7 +102,7 @@ def test_other_steps_per_execution_than_before_leave_batches_out(
 def test_fits_without_epochs_and_lists_that_do_not_know_theirs(
     keras_single: Pool, tmp_path: Path
 ) -> None:
-    assert keras_single.run(bodies.body_without_epochs, str(tmp_path / "fit")) == [([], [1, 2])]
+    assert keras_single.run(bodies.body_without_epochs, str(tmp_path / "fit")) == [([], [0, 1, 2])]
 
 
 def test_the_second_of_two_fits_of_a_dataset(keras_single: Pool, tmp_path: Path) -> None:

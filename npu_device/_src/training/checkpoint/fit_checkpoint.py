@@ -77,6 +77,7 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
         preemption: bool = True,
     ) -> None:
         super().__init__()
+        self.params: dict[str, Any] | None = None
         # Without this, tf-keras reads the logs of each step for ``on_train_batch_begin``.
         self._supports_tf_logs = True
         require_local(directory)
@@ -172,7 +173,7 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
     def _is_within_epoch(self) -> bool:
         return self._epoch_steps is None or self._step < self._epoch_steps
 
-    # A script's own ``CallbackList`` may know neither.
+    # A script's own ``CallbackList`` may know neither, and that of tf-keras then gives no ``params``.
 
     @property
     def _epoch_steps(self) -> int | None:
