@@ -22,6 +22,18 @@ import npu_device as npu
 from npu_device._src import compat
 
 
+def one_layer() -> Any:
+    """Return a class of models with a layer ``dense`` that is built."""
+
+    class OneLayer(tf.keras.Model):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense = tf.keras.layers.Dense(1)
+            self.dense.build((None, 6))
+
+    return OneLayer
+
+
 def body_functions(kind: str) -> Any:
     """Functions of the script, in which TensorFlow keeps what it has traced: a step, what it calls, a model's call."""
     keras = tf.keras
@@ -186,12 +198,7 @@ def body_loop_in_a_call() -> Any:
     keras, traces, is_over = tf.keras, [], threading.Event()
     keras.utils.set_random_seed(3)
 
-    class Model(keras.Model):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.dense = keras.layers.Dense(1)
-            self.dense.build((None, 6))
-
+    class Model(one_layer()):  # type: ignore[misc]
         @tf.function  # type: ignore[untyped-decorator]
         def call(self, x: Any) -> Any:
             hidden = self.dense(x)
@@ -238,12 +245,7 @@ def body_tapes(kind: str) -> Any:
     keras = tf.keras
     keras.utils.set_random_seed(3)
 
-    class Model(keras.Model):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.dense = keras.layers.Dense(1)
-            self.dense.build((None, 6))
-
+    class Model(one_layer()):  # type: ignore[misc]
         def call(self, x: Any) -> Any:
             return tf.while_loop(
                 lambda step, _: step < 3,
