@@ -168,14 +168,14 @@ def iterators_made(model: Any, used: int, knows_length: bool) -> list[int]:
     # From Keras 3.7 on, an epoch ends by making an iterator; the next one uses it only if steps_per_epoch is given.
     version = str(getattr(keras_of(model), "__version__", "2.0")).split(".")
     release = (int(version[0]), int(version[1]))
-    if not knows_length or release < (3, 7):
-        return sorted({used, 2 * used, 3 * used})
-    epochs = _epochs_of_fit()
-    if epochs is None:
-        return sorted({used, 2 * used, 3 * used, 4 * used})
-    if epochs.steps_per_epoch is None:
-        return sorted({2 * used, 3 * used, 4 * used})
-    return sorted({used, 2 * used, 3 * used})
+    factors = [1, 2, 3]
+    if knows_length and release >= (3, 7):
+        epochs = _epochs_of_fit()
+        if epochs is None:
+            factors = [1, 2, 3, 4]
+        elif epochs.steps_per_epoch is None:
+            factors = [2, 3, 4]
+    return sorted({factor * used for factor in factors})
 
 
 def count_passed_batches(batches: int) -> None:

@@ -170,19 +170,6 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
         if self._is_within_epoch():
             self._job.try_to_save(self._total, self._notes())
 
-    def _is_within_epoch(self) -> bool:
-        return self._epoch_steps is None or self._step < self._epoch_steps
-
-    # A script's own ``CallbackList`` may know neither, and that of tf-keras then gives no ``params``.
-
-    @property
-    def _epoch_steps(self) -> int | None:
-        return (self.params or {}).get("steps")
-
-    @property
-    def _epochs(self) -> int | None:
-        return (self.params or {}).get("epochs")
-
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Let Keras call the other callbacks again, when the ``fit`` of the checkpoint had ended."""
         self._callbacks.show()
@@ -203,7 +190,7 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
             self._job.try_to_save(self._total, self._notes(ended_of=ended_epochs))
         if is_cut and is_main():
             text = (
-                "a callback has stopped this fit in a step of epoch %d: another one with %s goes on"
+                "a callback stopped this fit in epoch %d; the next fit that uses %s continues there"
             )
             _log.warning(text, self._epoch + 1, self._directory)
         self._callbacks.end()
@@ -215,6 +202,19 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
         self._job.close()
         if _newest is self:
             _newest = None
+
+    def _is_within_epoch(self) -> bool:
+        return self._epoch_steps is None or self._step < self._epoch_steps
+
+    # A script's own ``CallbackList`` may know neither, and that of tf-keras then gives no ``params``.
+
+    @property
+    def _epoch_steps(self) -> int | None:
+        return (self.params or {}).get("steps")
+
+    @property
+    def _epochs(self) -> int | None:
+        return (self.params or {}).get("epochs")
 
     # A callback's step stands in place of the model's train function, since saving and resuming happen at the same
     # point between its steps: no other callback comes in between, and a model is built by its first batch.
