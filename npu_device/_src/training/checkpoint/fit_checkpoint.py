@@ -77,7 +77,6 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
         preemption: bool = True,
     ) -> None:
         super().__init__()
-        self.params: dict[str, Any] | None = None
         # Without this, tf-keras reads the logs of each step for ``on_train_batch_begin``.
         self._supports_tf_logs = True
         require_local(directory)
@@ -206,15 +205,18 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
     def _is_within_epoch(self) -> bool:
         return self._epoch_steps is None or self._step < self._epoch_steps
 
-    # A script's own ``CallbackList`` may know neither, and that of tf-keras then gives no ``params``.
+    # A script's own ``CallbackList`` may know neither steps nor epochs, and that of tf-keras then gives no ``params``.
+    @property
+    def _fit_params(self) -> dict[str, Any]:
+        return getattr(self, "params", None) or {}
 
     @property
     def _epoch_steps(self) -> int | None:
-        return (self.params or {}).get("steps")
+        return self._fit_params.get("steps")
 
     @property
     def _epochs(self) -> int | None:
-        return (self.params or {}).get("epochs")
+        return self._fit_params.get("epochs")
 
     # A callback's step stands in place of the model's train function, since saving and resuming happen at the same
     # point between its steps: no other callback comes in between, and a model is built by its first batch.
