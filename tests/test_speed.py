@@ -69,6 +69,13 @@ model.compile("sgd", "mse")
 model.fit(np.ones([800, 4], "float32"), np.ones([800, 1], "float32"), batch_size=8, epochs=100, verbose=0)
 """
 
+# As npurun sets it, which the C library reads when a process starts.
+TUNED = """
+import os, tensorflow
+is_tuned = "x86_non_temporal_threshold" in os.environ.get("GLIBC_TUNABLES", "")
+assert is_tuned == ("RANK_TABLE_FILE" in os.environ)
+"""
+
 
 @pytest.mark.parametrize(
     ("source", "options", "legacy", "rounds"),
@@ -85,7 +92,7 @@ def test_two_ranks_that_need_half_of_the_time_are_faster(
     source: str, options: tuple[str, ...], legacy: str, rounds: int, tmp_path: Path
 ) -> None:
     turns = ("--rounds", str(rounds), "--steps", "3")
-    path = script(tmp_path, source)
+    path = script(tmp_path, TUNED + source)
     words = ["-n", "2", *turns, "--bind-to", "core", "--json", *options, path]
     done = npurun("speed", *words, limit=300.0, TF_USE_LEGACY_KERAS=legacy)
     assert done.returncode == 0, done.stderr.decode()

@@ -17,11 +17,8 @@ from npu_device._src.machine.core_sets import (
     threads_of_rank,
 )
 from npu_device._src.machine.topology import read_machine
+from npu_device._src.membership.tunables import tunables_of_ranks
 from npu_device.launch.arguments import Options
-
-_TUNABLE = "glibc.cpu.x86_non_temporal_threshold"
-_PAST_CACHE_BYTES = 256 << 10
-"""Copies from this size on are written past the cache: slots of shared memory are larger, messages smaller."""
 
 
 class Binding:
@@ -57,7 +54,7 @@ class Binding:
     def variables(self) -> dict[str, str]:
         """Return the variables of each rank."""
         if self._options.nproc_per_node > 1:
-            variables = _tunables()
+            variables = tunables_of_ranks()
             if self._threads is not None:
                 # Within a job, npu.open() divides what is left.
                 variables[environment.NPU_DEVICE_CORES.name] = str(self._threads)
@@ -83,17 +80,3 @@ class Binding:
             yield
         finally:
             os.sched_setaffinity(0, thread_cores)
-
-
-def _tunables() -> dict[str, str]:
-    """Return the variable for copies past the cache, with the user's tunables; nothing if the user has decided.
-
-    A sum in shared memory writes what another rank reads. Where the cores of the ranks share no cache, reading what
-    lies in the cache of another core takes longer than reading it from memory.
-    """
-    tunables_of_user = os.environ.get("GLIBC_TUNABLES", "")
-    if environment.NPU_DEVICE_TUNE_COPIES.get() == "off" or _TUNABLE in tunables_of_user:
-        return {}
-    # The C library reads it when a process starts, so that a rank can't set it by itself.
-    tunables = f"{_TUNABLE}={_PAST_CACHE_BYTES}"
-    return {"GLIBC_TUNABLES": ":".join(filter(None, (tunables_of_user, tunables)))}

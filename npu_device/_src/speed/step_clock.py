@@ -143,13 +143,18 @@ class StepClock:
 
     def _watch(self) -> None:
         while True:
-            # Looked at when a step has just ended, so that whole steps are timed.
-            steps = self._steps()
-            while self._steps() == steps:
-                time.sleep(_LOOK_SECONDS)
+            # The callbacks mark short epochs, whose steps needn't be held up by looks.
+            if not self._has_short_epochs:
+                self._wait_for_step()
             if not self._has_short_epochs:
                 self._mark_time(ends_epoch=False)
             time.sleep(_PAUSE_SECONDS)
+
+    def _wait_for_step(self) -> None:
+        """Return when a step has just ended, so that whole steps are timed."""
+        steps = self._steps()
+        while self._steps() == steps:
+            time.sleep(_LOOK_SECONDS)
 
     def _mark_time(self, ends_epoch: bool) -> None:
         """Begin with the timed steps, or keep their times if there are enough."""
