@@ -77,6 +77,23 @@ def test_a_later_epoch_goes_on_to_the_same_bits(
     assert parts["logs"] == {epoch: whole["logs"][epoch] for epoch in (1, 2, 3)}
 
 
+def test_an_eager_model_that_the_broadcast_callback_builds(
+    keras_two_ranks: Pool, tmp_path: Path
+) -> None:
+    for result in keras_two_ranks.run(bodies.body_second_epoch, str(tmp_path / "fit"), "own", True):
+        whole, parts = result["whole"], result["parts"]
+        assert (parts["not_kept"], parts["warnings"], list(parts["logs"])) == ((), [], [1, 2, 3])
+        same_bits(whole["values"], parts["values"])
+
+
+def test_a_fit_whose_callback_calls_another_one(keras_single: Pool, tmp_path: Path) -> None:
+    [result] = keras_single.run(bodies.body_nested, str(tmp_path / "fit"))
+    whole, parts = result["whole"], result["parts"]
+    assert (parts["not_kept"], parts["warnings"], list(parts["logs"])) == ((), [], [1, 2])
+    same_bits(whole["values"], parts["values"])
+    assert parts["logs"] == {epoch: whole["logs"][epoch] for epoch in (1, 2)}
+
+
 @pytest.mark.parametrize("steps", [8, 10])
 def test_a_fit_that_a_callback_stops_in_a_step_is_not_over(
     keras_single: Pool, steps: int, tmp_path: Path

@@ -228,11 +228,13 @@ def body_alike(directory: str, kind: str) -> dict[str, Any]:
     return {"whole": whole, "parts": fit(f"{directory}/parts", kind, **options)}
 
 
-def body_second_epoch(directory: str, kind: str) -> dict[str, Any]:
+def body_second_epoch(directory: str, kind: str, eager: bool = False) -> dict[str, Any]:
     """Resume in the second of four epochs."""
     place = fresh(directory)
     watches = [_Replaying, _Replaying] if kind == "repeated" else [Watch, Watch]
     options: dict[str, Any] = {"every": 2, "epochs": 4, "preemption": False}
+    if eager:
+        options["compiled"] = {"run_eagerly": True}
     watch = watches[0](STEPS + 3, lambda: copy(place, "parts"))
     whole = fit(f"{directory}/whole", kind, watch=watch, **options)
     return {
@@ -247,6 +249,31 @@ class _Replaying(Watch):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         super().on_epoch_end(epoch, logs)
         self.model.train_on_batch(np.ones([2, 4], np.float32), np.ones([2, 2], np.float32))
+
+
+class _Nested(Watch):
+    """Calls ``fit`` for other batches after each epoch."""
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        super().on_epoch_end(epoch, logs)
+        self.model.fit(np.ones([2, 4], np.float32), np.ones([2, 2], np.float32), verbose=0)
+
+
+def body_nested(directory: str) -> dict[str, Any]:
+    """Resume a fit whose callback calls another one, after a signal in the second epoch."""
+    fresh(directory)
+
+    def stop() -> None:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(0.3)  # all ranks agree on the last step
+
+    with settings(NPU_DEVICE_PREEMPT_SIGNAL="SIGUSR1"), pytest.raises(SystemExit, match="75"):
+        fit(f"{directory}/parts", "dataset", watch=_Nested(STEPS + 3, stop))
+    options: dict[str, Any] = {"preemption": False}
+    return {
+        "whole": fit(f"{directory}/whole", "dataset", watch=_Nested(), **options),
+        "parts": fit(f"{directory}/parts", "dataset", watch=_Nested(), **options),
+    }
 
 
 class _Stopping(Watch):

@@ -58,11 +58,16 @@ def body_whole(addresses: list[str], directory: str) -> dict[str, Any]:
 
 
 def body_after_another_training(addresses: list[str], directory: str) -> list[int]:
-    """Return at which steps trainings of one script begin: the second after the directory of the first is removed, and
-    the third after a restart in the second.
+    """Return at which steps trainings of one script begin: the second after the directory of the first is removed, the
+    third after a restart in the second, and the fourth after a restart right after the directory is removed again.
     """
     begins = []
-    for attempt, steps in (("0", 3), ("0", 1), ("1", 0)):
+    for attempt, steps, is_ended in (
+        ("0", 3, True),
+        ("0", 1, False),
+        ("1", 0, True),
+        ("2", 1, True),
+    ):
         variable = tf.Variable([1.0], shape=[None])  # as a table that grows
         with (
             settings(
@@ -77,7 +82,7 @@ def body_after_another_training(addresses: list[str], directory: str) -> list[in
             for step in range(1, steps + 1):
                 checkpoint.step_done(step)
                 _wait_for_copy(checkpoint)
-        if steps != 1:
+        if is_ended:
             _remove(directory)
     return begins
 

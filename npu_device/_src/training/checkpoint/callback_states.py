@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -166,13 +167,17 @@ def list_with(callback: Any) -> Any:
 
 def list_of_fit() -> Any:
     """Return Keras's list of callbacks of the ``fit`` that is running; None if something else trains."""
+    return next(lists_of_fits(), None)
+
+
+def lists_of_fits() -> Iterator[Any]:
+    """Yield Keras's list of callbacks of the ``fit`` that is running, then of those whose callbacks have called it."""
     frame = sys._getframe(1)
     while frame is not None:
         callbacks = frame.f_locals.get("callbacks")
         if hasattr(callbacks, "on_train_begin"):
-            return callbacks
+            yield callbacks
         frame = frame.f_back  # type: ignore[assignment]
-    return None
 
 
 def _dtype_and_shape(array: Any) -> list:

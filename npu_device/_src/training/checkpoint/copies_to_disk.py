@@ -119,11 +119,10 @@ def _newer(
         # A job with another number of ranks takes only what rank 0 has: all that is shared.
         is_enough = copy.is_last and 0 in ranks_found and copy.rank_count != len(gathered)
         attempt, step = key
-        # Copies of this attempt for a directory without checkpoints are those of an earlier training of the script,
-        # which has removed its own.
-        is_of_earlier_training = (
-            newest == 0 and attempt == environment.NPU_DEVICE_RESTART_COUNT.get()
-        )
+        # Copies of this attempt for a directory without checkpoints, and all for a directory that wasn't there, are of
+        # an earlier training of the script, which has removed its own.
+        is_of_this_attempt = attempt == environment.NPU_DEVICE_RESTART_COUNT.get()
+        is_of_earlier_training = newest == 0 and (disk.is_new or is_of_this_attempt)
         if is_of_earlier_training:
             # A later attempt would take them for copies of this training.
             for slot in on_host.get(key, {}).values():

@@ -16,6 +16,7 @@ from npu_device._src.training.checkpoint.callback_states import (
     CallbackStates,
     list_of_fit,
     list_with,
+    lists_of_fits,
 )
 from npu_device._src.training.checkpoint.fit_data import FitData, Position
 from npu_device._src.training.checkpoint.folder import CheckpointError, require_local
@@ -231,8 +232,10 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
 
     def _call(self, keras_iterator: Any) -> Any:
         if keras_iterator is not self._data.keras_iterator and list_of_fit() is not self._list:
-            # An error has ended the fit of this callback, and Keras has kept its train function for another one.
-            self._leave()
+            # Keras keeps the train function for another fit: one that a callback of this fit has begun, or one after an
+            # error has ended this fit.
+            if not any(callbacks is self._list for callbacks in lists_of_fits()):
+                self._leave()
             return self._inner(keras_iterator)
         if self._knows_steps and not self._is_step:
             return self._inner(keras_iterator)
@@ -334,9 +337,14 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
         replica = replica_of(self.model)
         if replica is not None:
             replica.train.build(batches, batch)
-        elif compat.is_built(self.model) or not self.model.run_eagerly:
+        else:
             spec = start.spec_of(self.model, batches, batch)
-            start.build(self.model, "train", self.model.train_step, spec)
+            try:
+                start.build(self.model, "train", self.model.train_step, spec)
+            except Exception:
+                # An eager step that needs values can't be traced. Without a checkpoint, it makes its variables itself.
+                if self._resume is not None or not self.model.run_eagerly:
+                    raise
         states = []
         for metric in compat.metrics_of(self.model):
             for variable in metric.variables:

@@ -9,7 +9,7 @@ from npu_device._src import compat
 from npu_device._src.training.checkpoint import next_samples
 from npu_device._src.training.checkpoint.selection import gather
 from npu_device._src.training.fit import start
-from npu_device._src.training.fit.sources import pull
+from npu_device._src.training.fit.sources import PutBack, pull
 from npu_device._src.world.share import content
 from npu_device._src.world.world import World
 
@@ -55,12 +55,12 @@ class FitData:
         position = self.position
         if keras_iterator is self.keras_iterator:
             position.passed_batches += steps_before
+            batches = self.iterator
         else:
             position.iterators_before += self.keras_iterator is not None
             position.passed_batches = 0
-            self.keras_iterator = keras_iterator
-            self.iterator = keras_iterator
-        pulled = pull(self.iterator, count)
+            batches = self._take(keras_iterator)
+        pulled = pull(batches, count)
         position.first_checksums = gather(self._world, start.full_checksum(pulled[:1]))
         position.samples_checksum = self._samples_checksum(pulled)
         return pulled
@@ -70,11 +70,11 @@ class FitData:
     ) -> tuple[list, str | None]:
         """Return the first batches of an epoch at the place of a checkpoint, and why they are others; None if not."""
         self.position = position
-        self.keras_iterator = self.iterator = keras_iterator
-        dataset = compat.dataset_of(keras_iterator)
+        batches = self._take(keras_iterator)
+        dataset = compat.dataset_of(self.keras_iterator)
         iterators = 0
         if position.iterators_before and compat.is_generated(dataset):
-            return pull(keras_iterator, count), _GENERATED
+            return pull(batches, count), _GENERATED
         compat.count_passed_batches(position.passed_batches)
         # Keras may have made more iterators than it used; checksums tell which number is right.
         candidates = compat.iterators_made(
@@ -82,13 +82,13 @@ class FitData:
         )
         for iterators_made in candidates:
             while iterators < iterators_made:
-                self.iterator = iter(dataset)
+                self.iterator = batches = iter(dataset)
                 iterators += 1
             for _ in range(position.passed_batches):
                 # One at a time, since all of them may be more than the memory holds.
-                if not pull(self.iterator, 1):
+                if not pull(batches, 1):
                     break
-            pulled = pull(self.iterator, count)
+            pulled = pull(batches, count)
             checksums = gather(self._world, start.full_checksum(pulled[:1]))
             # Another number of ranks divides batches in another way, unless all ranks read the same.
             expected = position.first_checksums
@@ -107,6 +107,14 @@ class FitData:
             if rank >= len(expected) or checksum != expected[rank]:
                 ranks.append(str(rank))
         return pulled, _OTHER_DATA.format(ranks=", ".join(ranks))
+
+    def _take(self, keras_iterator: Any) -> Any:
+        """Take the iterator of an epoch, and return what its first batches are read from."""
+        self.keras_iterator = keras_iterator
+        if isinstance(keras_iterator, PutBack):
+            self.keras_iterator = keras_iterator.source
+        self.iterator = self.keras_iterator
+        return keras_iterator
 
     def _samples_checksum(self, pulled: list) -> int:
         """Return the checksum of the first batch of all ranks, the same on any number of ranks."""

@@ -24,6 +24,7 @@ class Storage(NamedTuple):
     token: str  # random, the same on all ranks
     keepers: tuple[int, ...]  # for each rank, the lowest rank that sees the same directory
     rank: int
+    is_new: bool = False  # no rank has had the directory before
 
     @property
     def is_keeper(self) -> bool:
@@ -215,15 +216,25 @@ def find_storage(world: World | None, directory: Path) -> Storage:
     def mark_of(marking_rank: int) -> Path:
         return directory / f".seen-{token}-{marking_rank}"
 
-    def leave_mark() -> None:
-        directory.mkdir(parents=True, exist_ok=True)
+    def leave_mark() -> bool:
+        """Return whether this rank has made the directory: one rank does, of those that share a new one."""
+        is_made = True
+        try:
+            directory.mkdir(parents=True)
+        except OSError:
+            # Some file systems check the rights to make one first.
+            if not directory.is_dir():
+                raise
+            is_made = False
         mark_of(rank).touch()
+        return is_made
 
     try:
-        on_all_ranks(world, leave_mark, f"can't write checkpoints to {directory}:")
+        made = on_all_ranks(world, leave_mark, f"can't write checkpoints to {directory}:")
         # Marks are looked for by name, since a network file system may show an old list of a directory's entries.
         keeper = next(candidate for candidate in range(size) if mark_of(candidate).exists())
-        return Storage(directory, token, tuple(gather(world, keeper)), rank)
+        keepers = tuple(gather(world, keeper))
+        return Storage(directory, token, keepers, rank, sum(made) == len(set(keepers)))
     finally:
         with contextlib.suppress(OSError):
             mark_of(rank).unlink(missing_ok=True)

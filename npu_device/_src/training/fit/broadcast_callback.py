@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +12,7 @@ from npu_device._src import compat
 from npu_device._src.training.distribute.variables import broadcast
 from npu_device._src.training.fit import xla
 from npu_device._src.training.fit.replica import replica_of
+from npu_device._src.training.fit.sources import PutBack
 from npu_device._src.training.opening import device
 from npu_device._src.training.opening.current_world import current_world
 from npu_device._src.training.watching import training_state
@@ -95,7 +95,7 @@ class NPUBroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
             if model.run_eagerly:
                 # The batch that is taken to look at is put back, to be trained on.
                 batch = next(iterator)
-                iterator = itertools.chain([batch], iterator)
+                iterator = PutBack([batch], iterator)
                 training_state.call_on(model, batch)
             else:
                 training_state.trace_step(model, model.train_step, iterator.element_spec)

@@ -5,6 +5,7 @@ times how long rank 0 waits for them.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import re
 import statistics
@@ -222,6 +223,14 @@ def with_put_back(batches: Any, pulled: list) -> Any:
     variant = tf.data.experimental.to_variant(dataset)
     # Made with the type of the iterator, which may have unknown dimensions.
     return iter(tf.data.experimental.from_variant(variant, batches.element_spec))
+
+
+class PutBack(itertools.chain):
+    """Batches of an eager model that were taken from Keras's iterator, ``source``, and what is left in that."""
+
+    def __init__(self, pulled: list, source: Any) -> None:
+        super().__init__()
+        self.source = source
 
 
 class InputWait:
