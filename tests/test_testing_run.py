@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -20,6 +21,7 @@ from ranks import LEAN
 
 import npu_device as npu
 from npu_device import testing
+from npu_device._src.cluster.time_limits import POOL_RELEASE_SECONDS
 from npu_device._src.pools import pool
 from npu_device._src.pools.forked import ForkedProcess
 
@@ -38,6 +40,18 @@ def test_results_come_in_order_of_rank() -> None:
         assert run(place, 10, ranks=size) == [
             (10 * rank, size, sum(range(size))) for rank in range(size)
         ]
+
+
+def be_killed_while_others_work() -> None:
+    if npu.distribute.rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    # Longer than the ranks are given to leave once one of them has failed.
+    time.sleep(POOL_RELEASE_SECONDS + 2)
+
+
+def test_a_killed_rank_is_told_also_while_the_others_work() -> None:
+    with pytest.raises(testing.RankError, match="rank 1 of 2:\nits process was killed by SIGKILL"):
+        run(be_killed_while_others_work, ranks=2)
 
 
 def change_everything() -> tuple[int, Any]:

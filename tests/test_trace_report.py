@@ -455,6 +455,17 @@ def test_no_iteration_of_an_earlier_cut_is_kept_at_the_limit(tmp_path: Path) -> 
     recorder.close()
 
 
+def test_a_full_disk_ends_the_trace_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tmp_path / "rank1"
+    folder.mkdir()
+    (folder / FILE).symlink_to("/dev/full")
+    recorder = records.TraceFile(tmp_path, HEADER, Sampling())
+    for begin in (100.0, 103.0):
+        recorder.add(TWO, _points(begin))
+    recorder.close()
+    assert caplog.text.count("tracing ends here") == 1
+
+
 def test_a_line_that_was_being_written_is_left_out(tmp_path: Path) -> None:
     record(tmp_path, (TWO, _points(100.0)))
     file = tmp_path / "rank1" / FILE

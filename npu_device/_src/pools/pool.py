@@ -211,8 +211,9 @@ class Pool:
         if not has_failed:
             stacks = self.stacks()
         for rank in returned:
-            # An empty message lets the rank leave its call.
-            self._connections[rank].send_bytes(b"")
+            # An empty message lets the rank leave its call, unless its process has ended.
+            with contextlib.suppress(OSError):
+                self._connections[rank].send_bytes(b"")
         if returned:
             self._receive(answers, POOL_RELEASE_SECONDS, float("inf"))
         # A rank that doesn't wait for the others hangs by itself.

@@ -6,6 +6,7 @@ When the split changes, a new first line follows; the part with the most iterati
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -354,8 +355,10 @@ class TraceFile:
                 self._path,
                 error,
             )
-            self._file.close()
-            self._file = None
+            file, self._file = self._file, None
+            # It writes what is left once more.
+            with contextlib.suppress(OSError):
+                file.close()
 
     def _drop_older_half(self, file: TextIO) -> None:
         lines = self._path.read_text(encoding="utf-8").splitlines()
