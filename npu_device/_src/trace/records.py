@@ -355,7 +355,8 @@ class TraceFile:
                 self._path,
                 error,
             )
-            file, self._file = self._file, None
+            file = self._file
+            self._file = None
             # It writes what is left once more.
             with contextlib.suppress(OSError):
                 file.close()
