@@ -384,8 +384,14 @@ def test_with_horovod_the_batch_is_per_rank_where_no_model_is_called() -> None:
             "the script doesn't open npu_device on 2 ranks",
             marks=pytest.mark.full,
         ),
+        pytest.param(
+            f"import os\nif 'GLIBC_TUNABLES' in os.environ: os.kill(os.getpid(), 9)\n{LOOP}",
+            (),
+            "the process that becomes the ranks was killed",
+            marks=pytest.mark.full,
+        ),
     ],
-    ids=["ends early", "fails", "no steps", "each for itself"],
+    ids=["ends early", "fails", "no steps", "each for itself", "killed at its begin"],
 )
 def test_scripts_that_cannot_be_measured(
     source: str, options: tuple[str, ...], expected: str, tmp_path: Path

@@ -45,7 +45,7 @@ class RankRuns:
         self._channel, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
         with theirs:
             settings = (str(theirs.fileno()), json.dumps(vars(self.start)))
-            self._process = subprocess.Popen(
+            subprocess.Popen(
                 [sys.executable, "-u", "-m", _MODULE, *settings, *words],
                 env={**os.environ, **tunables_of_ranks(), "TMPDIR": str(temporary)},
                 pass_fds=[theirs.fileno()],
@@ -63,11 +63,20 @@ class RankRuns:
         except OSError:
             reply = b""
         if not reply:
-            # The script has ended there before its first step.
-            shutil.copy(Path(self.start.directory, PROBLEM), self._directory)
-            os._exit(1)
+            self._fail()
         early_end: tuple[int, int] | None = json.loads(reply)
         return early_end
+
+    def _fail(self) -> None:
+        """Tell why that process has ended, and end: the script has failed before its first step, or it was killed."""
+        problem = Path(self.start.directory, PROBLEM)
+        if not problem.exists():
+            problem.write_text(
+                "the process that becomes the ranks was killed, as the system does when memory is short.\nWhat to do: "
+                "try fewer ranks (-n)"
+            )
+        shutil.copy(problem, self._directory)
+        os._exit(1)
 
 
 class _RanksProcess(TimedRuns):

@@ -27,7 +27,8 @@ class TimedRuns(ForkingProcess):
         self._processes: list[TimedProcess] = []  # processes of the latest run
         # Rank and exit code of the process that has ended this run before it was timed.
         self._early_end: tuple[int, int] | None = None
-        self._temporary = Path(os.environ["TMPDIR"])
+        # npurun sets it where files are removed after a run. A rank on another host may have none.
+        self._temporary = Path(os.environ.get("TMPDIR", ""))
         super().__init__(start, script)
 
     def redirect_output(self, process: PlannedProcess) -> None:
