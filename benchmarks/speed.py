@@ -164,19 +164,23 @@ def truth(options: argparse.Namespace, notebook: Notebook) -> int:
     code = 0
     for case, keras in _chosen(options):
         reports = []
-        ratios = []
+        hand_seconds = []
         for _ in range(options.rounds):
             reports.append(measured(case, keras, options.ranks, options.minutes or 1))
             single = by_hand(case, keras, 1, options.steps)
             together = by_hand(case, keras, options.ranks, options.steps)
             if single and together:
-                ratios.append(single / together)
+                hand_seconds.append((single, together))
+        ratios = [single / together for single, together in hand_seconds]
         problems = [report["problem"] for report in reports if report.get("problem")]
         if problems or not ratios:
             print(f"{case}, {keras}: not measured: {problems}", flush=True)
             code = 1
             continue
         by_speed = [report["speedups"][1]["ratio"] for report in reports]
+        speed_seconds = [
+            [1 / line["steps_per_second"] for line in report["speedups"]] for report in reports
+        ]
         off = statistics.median(by_speed) / statistics.median(ratios) - 1
         notebook.note(f"{case}, {keras}", speed=reports[-1], by_speed=by_speed, by_hand=ratios)
         is_off = abs(off) > _TOLERANCE
@@ -184,7 +188,8 @@ def truth(options: argparse.Namespace, notebook: Notebook) -> int:
         lost = max(report["lost_cores"] for report in reports)
         print(
             f"{case}, {keras}: npurun speed {_spread(by_speed)}, by hand {_spread(ratios)}: off by {off:+.1%}"
-            f"{' WRONG' * is_off}; other programs took up to {lost:.1f} cores",
+            f"{' WRONG' * is_off}; other programs took up to {lost:.1f} cores; a step takes"
+            f" {_step_times(speed_seconds)}, by hand {_step_times(hand_seconds)}",
             flush=True,
         )
     return code
@@ -192,6 +197,12 @@ def truth(options: argparse.Namespace, notebook: Notebook) -> int:
 
 def _spread(ratios: Sequence[float]) -> str:
     return f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
+
+
+def _step_times(seconds: Sequence[Sequence[float]]) -> str:
+    """Return how long a step takes in one process, and on the ranks."""
+    single, together = (f"{1000 * statistics.median(times):.2f}" for times in zip(*seconds))
+    return f"{single} and {together} ms"
 
 
 def load(options: argparse.Namespace, notebook: Notebook) -> int:

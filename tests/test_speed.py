@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -72,8 +71,7 @@ model.fit(np.ones([800, 4], "float32"), np.ones([800, 1], "float32"), batch_size
 # As npurun sets it, which the C library reads when a process starts.
 TUNED = """
 import os, tensorflow
-is_tuned = "x86_non_temporal_threshold" in os.environ.get("GLIBC_TUNABLES", "")
-assert is_tuned == ("RANK_TABLE_FILE" in os.environ)
+assert "x86_non_temporal_threshold" in os.environ["GLIBC_TUNABLES"]
 """
 
 
@@ -249,16 +247,16 @@ def test_ranks_that_do_not_train_together_are_a_problem() -> None:
     assert not outcome.outcome(START, runs, {}).problem
     traced, *others = runs[Setup(2)]
     slow, fast = Times(10, 1.0, 40), Times(13, 1.0, 40)
-    apart = replace(traced, times=[slow, fast])
+    apart = traced._replace(times=[slow, fast])
     # A single run may have been disturbed.
     runs[Setup(2)] = [apart, *others]
     assert not outcome.outcome(START, runs, {}).problem
     runs[Setup(2)] = [apart] * 6
     problem = outcome.outcome(START, runs, {}).problem
     assert "the 2 ranks make different numbers of steps in the same time" in problem
-    runs[Setup(2)][1] = replace(apart, lost_cores=0.5)
+    runs[Setup(2)][1] = apart._replace(lost_cores=0.5)
     assert not outcome.outcome(START, runs, {}).problem
-    runs[Setup(2)] = [replace(traced, joined=False)]
+    runs[Setup(2)] = [traced._replace(joined=False)]
     assert "doesn't open npu_device on 2 ranks" in outcome.outcome(START, runs, {}).problem
 
 
@@ -384,14 +382,8 @@ def test_with_horovod_the_batch_is_per_rank_where_no_model_is_called() -> None:
             "the script doesn't open npu_device on 2 ranks",
             marks=pytest.mark.full,
         ),
-        pytest.param(
-            f"import os\nif 'GLIBC_TUNABLES' in os.environ: os.kill(os.getpid(), 9)\n{LOOP}",
-            (),
-            "the process that becomes the ranks was killed",
-            marks=pytest.mark.full,
-        ),
     ],
-    ids=["ends early", "fails", "no steps", "each for itself", "killed at its begin"],
+    ids=["ends early", "fails", "no steps", "each for itself"],
 )
 def test_scripts_that_cannot_be_measured(
     source: str, options: tuple[str, ...], expected: str, tmp_path: Path

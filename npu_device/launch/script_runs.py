@@ -21,6 +21,7 @@ from npu_device._src.horovod import modules
 from npu_device._src.machine.free_memory import usable_memory
 from npu_device._src.verify.file_shadow import COVERED
 from npu_device._src.verify.plan import PROBLEM
+from npu_device.launch.binding import tunables_of_ranks
 from npu_device.launch.guard import RankGuard
 
 RANK_BYTES = 2 << 30  # memory of a rank with TensorFlow and a small model
@@ -138,6 +139,8 @@ def _variables() -> dict[str, str]:
     names_of_jobs = {name for name in known_names if not name.startswith(_NOT_OF_JOBS)}
     names_of_jobs |= {"TF_CONFIG", "NPU_DEVICE_HUB"}
     variables = {"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ, **_FOR_RANKS}
+    # The C library reads it when the process starts of which the ranks are forks; in one process it changes little.
+    variables |= tunables_of_ranks()
     for name in names_of_jobs:
         variables.pop(name, None)
     return variables

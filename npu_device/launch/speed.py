@@ -8,7 +8,7 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, astuple
+from dataclasses import asdict
 from pathlib import Path
 
 from npu_device._src.machine.core_sets import AUTO, BINDINGS, NONE, core_sets
@@ -101,7 +101,7 @@ def _measure(options: argparse.Namespace, setups: Sequence[Setup], directory: Pa
         options.module,
         options.replicate,
         60.0 * options.minutes,
-        setups=list(map(astuple, setups)),
+        setups=setups,
         rounds=options.rounds,
         horovod=options.horovod,
         shard_optimizer=options.shard_optimizer,

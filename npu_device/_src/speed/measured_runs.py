@@ -1,8 +1,8 @@
 """Runs a script as all processes of ``npurun speed``: ``python -m`` this module, with SETTINGS script argument ….
 
 The first round is traced. Then come rounds in which each number of ranks has its turn, so that a machine that becomes
-slower for a while is slower for all of them. One process is a fork of this one, and the ranks of this host are forks of
-another one (``rank_runs.py``); ``npurun --hosts`` starts ranks on several hosts, each of which is this module again.
+slower for a while is slower for all of them. One process, and the ranks of this host, are forks; ``npurun --hosts``
+starts ranks on several hosts, each of which is this module again.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,9 +19,13 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+from npu_device._src import environment
+from npu_device._src.cluster.time_limits import OTHERS_FAIL_SECONDS
+from npu_device._src.machine.core_sets import core_sets, cpus_of, threads_of_rank
+from npu_device._src.machine.topology import read_machine
 from npu_device._src.speed import outcome
-from npu_device._src.speed.rank_runs import RankRuns
 from npu_device._src.speed.timed_process import (
     TRACED,
     Setup,
@@ -29,22 +34,25 @@ from npu_device._src.speed.timed_process import (
     keep_report,
     load_times,
 )
-from npu_device._src.speed.timed_runs import TimedRuns
 from npu_device._src.verify.forking import (
+    ForkingProcess,
     are_done,
+    next_end,
     output_of,
-    problem_text,
+    report_problem,
     run_script,
 )
-from npu_device._src.verify.plan import LOG, PROBLEM, START, PlannedProcess
+from npu_device._src.verify.plan import DONE, LOG, START, PlannedProcess
 from npu_device._src.wording import INDIVISIBLE, counted
 
 _MODULE = "npu_device._src.speed.measured_runs"
 _NO_TIME = "no time (see --minutes)"
 
 
-class _SpeedProcess(TimedRuns):
-    """The process that decides about the runs, and becomes the single process of each round."""
+class _SpeedProcess(ForkingProcess):
+    """A process of ``npurun speed``."""
+
+    current: TimedProcess
 
     def __init__(self, start: TimedProcess, words: Sequence[str]) -> None:
         # The variables as npurun --hosts has to find them, whatever the script does to them.
@@ -54,13 +62,11 @@ class _SpeedProcess(TimedRuns):
         self._setups = [Setup(*setup) for setup in start.setups]
         self._left_out: dict[str, str] = {}  # reasons, by the label of a setup
         self._runs: dict[Setup, list[outcome.Run]] = {}
+        self._processes: list[TimedProcess] = []  # processes of the latest run
+        self._deadline = time.monotonic() + start.seconds
         self._seconds_of_run: dict[Setup, float] = {}
         # The standard error of npurun: this process soon has a file instead, as its script prints what it likes.
         self._console = os.dup(2)  # a copy of the console, for progress
-        self._rank_runs: RankRuns | None = None
-        # npurun starts the ranks on hosts.
-        if start.run == START and not start.hosts:
-            self._rank_runs = RankRuns(start, words)
         super().__init__(start, words[0])
 
     def runs(self) -> Iterator[Sequence[PlannedProcess]]:
@@ -88,35 +94,51 @@ class _SpeedProcess(TimedRuns):
             for setup in list(self._setups):
                 yield from self._run(setup, str(round_number))
 
+    def redirect_output(self, process: PlannedProcess) -> None:
+        # On other hosts, npurun takes what ranks print.
+        if not self.current.is_on_hosts:
+            super().redirect_output(process)
+
+    def become(self, process: PlannedProcess) -> None:
+        super().become(process)
+        current = self.current
+        if current.is_on_hosts:
+            # npurun has bound a rank on hosts already.
+            return
+        # TensorFlow is imported in this process, but has made no threads yet.
+        machine = read_machine()
+        sets = core_sets(machine, current.ranks, current.binding)
+        if sets:
+            os.sched_setaffinity(0, cpus_of(sets[current.rank]))
+        threads = threads_of_rank(machine, current.ranks, sets)
+        # Limited as npurun does it, also where a quota is smaller than the host.
+        if current.ranks > 1 and threads is not None:
+            environment.NPU_DEVICE_CORES.set(str(threads))
+
     def _run(self, setup: Setup, round_name: str) -> Iterator[Sequence[PlannedProcess]]:
-        """Run a setup: yield the single process, or let others run the ranks."""
+        """Yield the processes of a run, unless npurun starts them."""
+        self._setup = setup
         self._begin = time.monotonic()
         self._ticks = _ticks_of_others()
-        kept_paths = self.temporary_paths()
-        self._early_end = None
-        if setup.ranks == 1:
-            self._processes = self.current.run_of(setup, round_name)
+        self._processes = self.current.run_of(setup, round_name)
+        temporary = Path(self._variables["TMPDIR"])
+        kept_paths = set(temporary.iterdir())
+        if self._processes[0].is_on_hosts:
+            self._run_on_hosts()
+        else:
             yield self._processes
-        elif self._rank_runs is None:
-            self._processes = self.current.run_of(setup, round_name)
-            self._early_end = self._run_on_hosts()
-        else:
-            self._processes = self._rank_runs.start.run_of(setup, round_name)
-            self._early_end = self._rank_runs.run(setup, round_name, self._deadline)
-        if self._early_end is None:
-            self._keep_run()
-        else:
-            rank, code = self._early_end
-            self._on_early_end(self._processes[rank], code)
-        self.remove_files(kept_paths)
+        # Removed, since each run would leave its checkpoints and temporary files.
+        for path in (self._processes[0].files, *set(temporary.iterdir()) - kept_paths):
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
 
-    def _run_on_hosts(self) -> tuple[int, int] | None:
-        """Let npurun start the ranks, and end them when all have printed their times; return rank 0 and the exit code
-        of npurun if it ends before.
-        """
+    def _run_on_hosts(self) -> None:
+        """Let npurun start the ranks, and end them when all have printed their times."""
         first = self._processes[0]
         first.folder.mkdir(parents=True)
-        options = [*first.launch_words(first.setup), "--grace", "1", "-m", _MODULE]
+        options = [*first.launch_words(self._setup), "--grace", "1", "-m", _MODULE]
         npurun = subprocess.Popen(
             [
                 sys.executable,
@@ -148,8 +170,9 @@ class _SpeedProcess(TimedRuns):
         limit.cancel()
         code = npurun.wait()
         if are_done(self._processes) or time.monotonic() > self._deadline:
-            return None
-        return 0, code
+            self._keep_run()
+        else:
+            self._on_early_end(first, code)
 
     def _has_time_for(self, setups: Sequence[Setup]) -> bool:
         """Return True if runs of these numbers of ranks probably end in time."""
@@ -163,7 +186,23 @@ class _SpeedProcess(TimedRuns):
         self._left_out[setup.label] = reason
         self._conclude()
 
-    def _on_early_end(self, process: TimedProcess, code: int) -> None:
+    def wait(self, running: dict[int, PlannedProcess]) -> None:
+        deadline = self._deadline
+        # A rank that is done goes on training, so that the others aren't disturbed.
+        while not are_done(self._processes) and time.monotonic() < deadline:
+            end = next_end(running)
+            if end is None:
+                continue
+            process, code = end
+            if code or load_times(process) is None:
+                self._on_early_end(process, code)
+                return
+            # The process has ended after its last step, while the others may still write down theirs.
+            (process.folder / DONE).touch()
+            deadline = min(deadline, time.monotonic() + OTHERS_FAIL_SECONDS)
+        self._keep_run()
+
+    def _on_early_end(self, process: PlannedProcess, code: int) -> None:
         """Leave out a number of ranks if fewer may work; any other end without times is a problem."""
         reason = ""
         if INDIVISIBLE in output_of(process):
@@ -171,7 +210,7 @@ class _SpeedProcess(TimedRuns):
         elif code == -signal.SIGKILL:
             reason = "a rank was killed, as the system does when memory is short"
         if process.ranks > 1 and reason:
-            self._leave_out(self._processes[0].setup, reason)
+            self._leave_out(self._setup, reason)
             return
         end = f"failed with exit code {code}"
         if not code:
@@ -179,13 +218,7 @@ class _SpeedProcess(TimedRuns):
                 f"ended before {process.steps} steps of a Keras optimizer could be timed; the first ones, and all "
                 "until its functions are traced, don't count.\nWhat to do: let it train longer, or give fewer --steps"
             )
-        self._fail(process, end)
-
-    def _fail(self, process: TimedProcess, end: str) -> None:
-        # Ranks have a folder of their own.
-        path = Path(self.current.directory, PROBLEM)
-        path.write_text(problem_text(process, end), encoding="utf-8")
-        os._exit(1)
+        report_problem(process, end)
 
     def _keep_run(self) -> None:
         """Take note of the times of the latest run, and tell its speed."""
@@ -193,13 +226,15 @@ class _SpeedProcess(TimedRuns):
         # CPU time that the run would have had otherwise.
         lost_seconds = (_ticks_of_others() - self._ticks) / os.sysconf("SC_CLK_TCK")
         duration = time.monotonic() - self._begin
-        self._seconds_of_run[first.setup] = duration
+        self._seconds_of_run[self._setup] = duration
         run = outcome.run_of(self._processes, max(0.0, lost_seconds / duration))
         if run is None:
             if len(self._seconds_of_run) == 1:
-                self._fail(first, "made no steps of a Keras optimizer in all the time of --minutes")
+                report_problem(
+                    first, "made no steps of a Keras optimizer in all the time of --minutes"
+                )
             return
-        self._runs.setdefault(first.setup, []).append(run)
+        self._runs.setdefault(self._setup, []).append(run)
         self._conclude()
         remaining = max(0.0, self._deadline - time.monotonic())
         self._say(
@@ -215,6 +250,11 @@ class _SpeedProcess(TimedRuns):
         # The console is for progress, while the script's own output goes to a file. It may be closed by now.
         with contextlib.suppress(OSError):
             os.write(self._console, f"npurun speed: {text}\n".encode())
+
+    def recorder(self) -> Any:
+        from npu_device._src.speed.step_clock import StepClock
+
+        return StepClock(self.current)
 
 
 def _ticks_of_others() -> int:

@@ -11,10 +11,8 @@ import contextlib
 import gc
 import threading
 import time
-import weakref
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -45,8 +43,7 @@ _SHORT_EPOCH = 2
 """Epochs of at most so many times the timed steps are timed whole."""
 
 
-@dataclass(frozen=True)
-class _Mark:
+class _Mark(NamedTuple):
     """A moment between two steps."""
 
     time: float
@@ -60,11 +57,8 @@ class StepClock:
 
     def __init__(self, process: TimedProcess) -> None:
         self._process = process
-        # Kept by id, since Keras compares some objects by content, and weakly, since optimizers may end with their
-        # model.
-        self._optimizers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        self._counts: dict[int, int] = {}  # their steps at the latest look
-        self._steps_of_freed = 0
+        # By id, since Keras compares some objects by content. Steps of optimizers that end with their model count, too.
+        self._optimizers: dict[int, Any] = {}
         # The number of rows in the batches so far; a variable, once a model is called.
         self._rows: Any = 0
         self._model_calls = ModelCalls()
@@ -80,7 +74,7 @@ class StepClock:
 
     def install(self, module: Any) -> None:
         """Wrap the optimizers of a Keras package, and in the first round its models."""
-        if module is tf or module.__name__ == "npu_device.distribute":
+        if not hasattr(module, "callbacks"):
             return
         for owner, name in compat.gradient_entries(module):
             wrap(owner, name, self._apply)
@@ -92,9 +86,7 @@ class StepClock:
             wrap(module.Model, "__call__", self._call)
 
     def _apply(self, original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        if id(optimizer) not in self._optimizers:
-            self._optimizers[id(optimizer)] = optimizer
-            weakref.finalize(optimizer, self._keep_count, id(optimizer))
+        self._optimizers[id(optimizer)] = optimizer
         return original(optimizer, *args, **kwargs)
 
     def _call(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -123,9 +115,8 @@ class StepClock:
         # Keras knows the length of some datasets only after the first epoch.
         length = (callbacks.params or {}).get("steps") or self._epoch_steps
         # With a batch per rank, the most ranks have the fewest steps: all decide by those.
-        if self._process.horovod and length:
-            largest = max(ranks for ranks, _ in self._process.setups)
-            length = max(length * self._process.ranks // largest, 1)
+        if self._process.horovod:
+            length *= self._process.ranks / max(self._process.setups)[0]
         self._has_short_epochs = 0 < length <= _SHORT_EPOCH * self._process.steps
         if self._has_short_epochs and not (self._begin and self._begin.ends_epoch):
             self._begin = None
@@ -143,18 +134,14 @@ class StepClock:
 
     def _watch(self) -> None:
         while True:
-            # The callbacks mark short epochs, whose steps needn't be held up by looks.
-            if not self._has_short_epochs:
-                self._wait_for_step()
+            # Looked at when a step has just ended, so that whole steps are timed. The callbacks mark short epochs,
+            # whose steps needn't be held up by looks.
+            steps = self._steps()
+            while not self._has_short_epochs and self._steps() == steps:
+                time.sleep(_LOOK_SECONDS)
             if not self._has_short_epochs:
                 self._mark_time(ends_epoch=False)
             time.sleep(_PAUSE_SECONDS)
-
-    def _wait_for_step(self) -> None:
-        """Return when a step has just ended, so that whole steps are timed."""
-        steps = self._steps()
-        while self._steps() == steps:
-            time.sleep(_LOOK_SECONDS)
 
     def _mark_time(self, ends_epoch: bool) -> None:
         """Begin with the timed steps, or keep their times if there are enough."""
@@ -190,24 +177,16 @@ class StepClock:
     def _steps(self) -> int:
         """Return how many steps all optimizers have made."""
         # Several optimizers, as of a GAN, count together, in every run alike.
-        total = self._steps_of_freed
-        for key, optimizer in list(self._optimizers.items()):
+        total = 0
+        for optimizer in list(self._optimizers.values()):
             # An optimizer that isn't built yet has no counter, and one of a graph none that can be read.
             with contextlib.suppress(Exception):
-                steps = int(compat.inner_variable(compat.steps_made(optimizer)))
-                self._counts[key] = steps
-                total += steps
+                total += int(compat.inner_variable(compat.steps_made(optimizer)))
         return total
-
-    def _keep_count(self, key: int) -> None:
-        """Keep the steps of an optimizer that ends with its model, as in folds and searches."""
-        self._steps_of_freed += self._counts.pop(key, 0)
 
 
 def _memory() -> int:
     """Return the bytes of memory of this process, its part of what it shares with others."""
     # Forks of one process share most pages of TensorFlow, which resident sizes would count twice.
-    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
-        if line.startswith("Pss:"):
-            return int(line.split()[1]) << 10
-    return 0
+    rollup = Path("/proc/self/smaps_rollup").read_text()
+    return int(rollup.partition("Pss:")[2].split()[0]) << 10

@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from npu_device._src.machine.core_sets import NONE
 from npu_device._src.trace.records import FILE
@@ -19,8 +20,7 @@ _MARK = "npurun speed of a rank: "
 _TRACED_ITERATIONS = "1-40"  # fewer bytes than npurun forwards in a line
 
 
-@dataclass(frozen=True)
-class Setup:
+class Setup(NamedTuple):
     """A number of ranks, and how they are bound to cores: one of ``core_sets.BINDINGS``."""
 
     ranks: int
@@ -49,10 +49,6 @@ class TimedProcess(PlannedProcess):
     horovod: bool = False
     shard_optimizer: bool = False
     hosts: Sequence[str] = ()
-
-    @property
-    def setup(self) -> Setup:
-        return Setup(self.ranks, self.binding)
 
     @property
     def name(self) -> str:
@@ -111,9 +107,8 @@ class TimedProcess(PlannedProcess):
         run = replace(
             self,
             run=f"{setup.ranks}-{setup.binding}.{round_name}",
-            ranks=setup.ranks,
             round=round_name,
-            binding=setup.binding,
+            **setup._asdict(),
         )
         return [replace(run, rank=rank) for rank in range(setup.ranks)]
 
