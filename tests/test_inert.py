@@ -78,6 +78,26 @@ def test_the_same_objects_and_nothing_created(tmp_path: Path, has_table: bool) -
     assert "inert" in output
 
 
+ALONE = """
+import npu_device as npu
+for call in (lambda: npu.distribute.all_reduce(1.0), npu.open, npu.close, npu.open):
+    try:
+        call()
+    except ValueError as error:
+        print(error)
+"""
+
+
+def test_a_process_alone_names_misspelled_variables_once(tmp_path: Path) -> None:
+    [output] = job.outputs(tmp_path, 1, ALONE, NPU_DEVICE_AUDT="off")
+    assert output.count("NPU_DEVICE_AUDT: did you mean NPU_DEVICE_AUDIT?") == 1
+
+
+def test_a_malformed_variable_is_an_error_of_a_process_alone(tmp_path: Path) -> None:
+    [output] = job.outputs(tmp_path, 1, ALONE, NPU_DEVICE_STALL_TIMEOUT="soon")
+    assert output.count("EI0001: the environment variable NPU_DEVICE_STALL_TIMEOUT is 'soon'") == 3
+
+
 def test_the_level_of_the_logger(tmp_path: Path) -> None:
     script = "import logging, npu_device as npu; npu.open(); logging.getLogger('npu_device').info('said')"
     for level, times in (("INFO", 1), ("warning", 0)):

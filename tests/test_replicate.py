@@ -127,11 +127,12 @@ def test_data_divided_by_the_script_trains_as_one_process(
     compare(several_keras_ranks, keras_single, fit_bodies.body_divided)
 
 
+@pytest.mark.parametrize("kind", ["shuffle", "smaller", "smaller, eagerly"])
 def test_another_order_on_each_rank_becomes_rank_0s(
-    keras_two_ranks: Pool, keras_single: Pool
+    keras_two_ranks: Pool, keras_single: Pool, kind: str
 ) -> None:
-    [(alone, _)] = keras_single.run(fit_bodies.body_unshuffled, "shuffle")
-    (first, said), (second, _) = keras_two_ranks.run(fit_bodies.body_unshuffled, "shuffle")
+    [(alone, _)] = keras_single.run(fit_bodies.body_unshuffled, kind)
+    (first, said), (second, _) = keras_two_ranks.run(fit_bodies.body_unshuffled, kind)
     same([first, second], [alone, alone])
     assert ["Rank 0's batches are sent to all" in text for text in said] == [True]
 

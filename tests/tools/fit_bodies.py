@@ -270,14 +270,18 @@ def body_unshuffled(kind: str) -> Any:
         pair = noise(x, training=True), table.lookup(y)
         return tf.switch_case(tf.constant(0), [lambda: pair, lambda: pair])
 
-    if kind == "shuffle":
-        tf.keras.utils.set_random_seed(rank)
+    model.run_eagerly = kind == "smaller, eagerly"
+    if kind == "shuffle" or kind.startswith("smaller"):
+        tf.keras.utils.set_random_seed(2 * rank)  # by which the first batches differ
         for _ in range(
             10 * rank
         ):  # the functions in the dataset are numbered otherwise on each rank
             tf.function(lambda: 1)()
     make = {
         "shuffle": lambda: {"x": dataset.map(augment).shuffle(SAMPLES).batch(16)},
+        # The last batch, a single sample, may come at any step.
+        "smaller": lambda: {"x": dataset.batch(16).shuffle(7)},
+        "smaller, eagerly": lambda: {"x": dataset.batch(16).shuffle(7)},
         "shard": lambda: {"x": dataset.shard(npu.distribute.size(), rank).batch(16)},
         "batch": lambda: {"x": dataset.batch(16 >> rank)},
         "not divided": lambda: {"x": npu.distribute.divided(dataset.batch(16))},

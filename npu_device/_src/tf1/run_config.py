@@ -20,7 +20,7 @@ from npu_device._src import compat, environment
 from npu_device._src.tf1.config import npu_session_config_init, set_option
 from npu_device._src.tf1.hooks import NPUBroadcastGlobalVariablesHook
 from npu_device._src.training.opening.current_world import world_unless_child
-from npu_device._src.training.opening.device import unless_child
+from npu_device._src.world.world import World
 
 _estimator = compat.estimator_module()
 # Without Estimators the classes stand for themselves, so that scripts can still be imported.
@@ -263,32 +263,56 @@ def _check(settings: dict[str, Any]) -> None:
 def _of_this_rank(model_dir: str | None, config: Any) -> tuple[str | None, Any]:
     """Return the folder in which this rank writes checkpoints, and the configuration with it.
 
-    Two ranks can't write to one folder: TensorFlow gives the temporary files of both the same names. The folder of
-    rank 0 decides: where this rank's newest checkpoint is another one, for instance after a job with fewer ranks, that
-    of rank 0 is copied if this rank sees it, or else this rank begins without any.
+    Two ranks can't write to one folder: TensorFlow gives the temporary files of both the same names. No other rank is
+    contacted, as a script may make an estimator on some ranks only, to evaluate or to predict.
     """
     shared = model_dir or config.model_dir
     world = world_unless_child()
-    if shared is None or world is None:
+    if shared is None or world is None or world.is_main:
         return model_dir, config
-    newest = tf.train.latest_checkpoint(shared)
-    root_step = world.object_from_root(_step_of(newest))
-    name = f"rank{world.rank}"
-    if world.is_main or os.path.basename(shared) == name:
+    name = _folder_name(world)
+    if os.path.basename(shared) == name:
         return model_dir, config
     folder = os.path.join(shared, name)
-    own_newest = tf.train.latest_checkpoint(folder)
-    if newest is None or _step_of(newest) != root_step:
-        # This rank doesn't see the folder of rank 0, or that one has no checkpoint.
-        if own_newest is not None and _step_of(own_newest) != root_step:
-            tf.io.gfile.remove(os.path.join(folder, "checkpoint"))
-    elif own_newest is None or _index_of(own_newest) != _index_of(newest):
-        tf.io.gfile.makedirs(folder)
-        copied = os.path.join(folder, os.path.basename(newest))
-        for path in tf.io.gfile.glob(f"{newest}.*"):
-            tf.io.gfile.copy(path, os.path.join(folder, os.path.basename(path)), overwrite=True)
-        tf.compat.v1.train.update_checkpoint_state(folder, copied)
+    _copy_newest(shared, folder)
     return folder, config.replace(model_dir=folder)
+
+
+def _folder_name(world: World) -> str:
+    return f"rank{world.rank}"
+
+
+def _copy_newest(shared: str, folder: str) -> None:
+    """Copy the newest checkpoint of rank 0 to the folder of this rank, if there is one and the newest here differs."""
+    newest = tf.train.latest_checkpoint(shared)
+    own_newest = tf.train.latest_checkpoint(folder)
+    if newest is None or (own_newest is not None and _index_of(own_newest) == _index_of(newest)):
+        return
+    tf.io.gfile.makedirs(folder)
+    copied = os.path.join(folder, os.path.basename(newest))
+    for path in tf.io.gfile.glob(f"{newest}.*"):
+        tf.io.gfile.copy(path, os.path.join(folder, os.path.basename(path)), overwrite=True)
+    tf.compat.v1.train.update_checkpoint_state(folder, copied)
+
+
+def _resumed_step(world: World, folder: str) -> int:
+    """Return the step of rank 0's newest checkpoint, -1 without one; every rank calls this when a training begins.
+
+    The folder of rank 0 decides: where this rank's newest checkpoint is another one, for instance after a job with
+    fewer ranks, that of rank 0 is copied if this rank sees it, or else this rank begins without any.
+    """
+    own_step = _step_of(tf.train.latest_checkpoint(folder))
+    root_step: int = world.object_from_root(own_step)
+    shared, name = os.path.split(folder)
+    follows = name == _folder_name(world) and not world.is_main
+    if follows and _step_of(tf.train.latest_checkpoint(shared)) == root_step:
+        _copy_newest(shared, folder)
+        own_step = _step_of(tf.train.latest_checkpoint(folder))
+    if own_step not in (-1, root_step):
+        tf.io.gfile.remove(os.path.join(folder, "checkpoint"))
+    # Rank 0 writes its checkpoint anew when it begins, and the others may still copy it.
+    world.wait()
+    return root_step
 
 
 def _index_of(checkpoint: str) -> bytes:
@@ -319,8 +343,8 @@ class NPUEstimator(_Estimator):
         ValueError: ``config`` is something else.
         NotImplementedError: this TensorFlow has no Estimator.
 
-    All ranks train for the same number of steps. Rank 0 has its checkpoints in ``model_dir``, rank 1 in its folder
-    ``rank1``, and so on.
+    All ranks train for the same number of steps, from the newest checkpoint of rank 0. Rank 0 has its checkpoints in
+    ``model_dir``, rank 1 in its folder ``rank1``, and so on. Only ``train`` contacts the other ranks.
 
     Source: Ascend TF Adapter 1.x, ``npu_estimator.NPUEstimator``.
     """
@@ -357,9 +381,15 @@ class NPUEstimator(_Estimator):
         saving_listeners: Sequence | None = None,
     ) -> Any:
         hooks = list(hooks or ())
-        if unless_child() is not None and not self.config.horovod_mode:
-            # The hook comes first, so that the other hooks find the variables of the root.
-            hooks.insert(0, NPUBroadcastGlobalVariablesHook(0))
+        world = world_unless_child()
+        if world is not None:
+            step = _resumed_step(world, self.model_dir)
+            # A rank without the checkpoint would train alone where rank 0 finds nothing left to do.
+            if steps is None and 0 < (max_steps or 0) <= step:
+                return self
+            if not self.config.horovod_mode:
+                # The hook comes first, so that the other hooks find the variables of the root.
+                hooks.insert(0, NPUBroadcastGlobalVariablesHook(0))
         return super().train(input_fn, hooks, steps, max_steps, saving_listeners)
 
 

@@ -27,6 +27,12 @@ _ATTRIBUTES: dict[str, tuple[str, ...]] = {
         "_batches_seen_since_last_saving",
         "_last_batch_seen",
     ),
+    "OrbaxCheckpoint": (
+        "best",
+        "_batches_seen_since_last_saving",
+        "_last_batch_seen",
+        "_total_batches_seen",
+    ),
     "ReduceLROnPlateau": ("wait", "cooldown_counter", "best"),
     "SwapEMAWeights": ("_ema_weights_in_model",),
     "TensorBoard": ("_global_train_batch", "_global_test_batch"),

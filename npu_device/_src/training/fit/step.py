@@ -101,7 +101,7 @@ def _batch_to_use(context: StepContext, batch: Any) -> Any:
     leaves = tf.nest.flatten(batch)
     # Plain tensors travel in one call, since their sizes are known; for the rest, each size has to be sent first.
     plain = [leaf for leaf in leaves if _is_sent_as_it_is(leaf)]
-    arrived = iter(context.world.from_root(plain))
+    arrived = iter(_from_root(context.world, plain))
     broadcast = functools.partial(_broadcast_as_bytes, context.world)
     leaves_of_root = []
     for leaf in leaves:
@@ -110,6 +110,31 @@ def _batch_to_use(context: StepContext, batch: Any) -> Any:
         else:
             leaves_of_root.append(tf.nest.map_structure(broadcast, leaf, expand_composites=True))
     return tf.nest.pack_sequence_as(batch, leaves_of_root)
+
+
+def _from_root(world: World, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Return rank 0's tensors, whose rows are counted first: a smaller batch may come at another step on each rank."""
+    varying = list(filter(_may_vary, tensors))
+    if not varying:
+        return world.from_root(tensors)
+    own_counts = tf.stack([tf.shape(tensor)[0] for tensor in varying])
+    [counts] = world.from_root([own_counts])
+    if world.is_main:
+        return world.from_root(tensors)
+    remaining = iter(tf.unstack(counts, num=len(varying)))
+    of_root_size = []
+    for tensor in tensors:
+        resized = tensor
+        if _may_vary(tensor):
+            resized = tf.zeros([next(remaining), *tensor.shape[1:]], tensor.dtype)
+        of_root_size.append(resized)
+    return world.from_root(of_root_size)
+
+
+def _may_vary(tensor: tf.Tensor) -> bool:
+    """Return whether the number of rows may differ among batches: the same on all ranks."""
+    # An eager tensor knows only the rows of its own batch.
+    return bool(tensor.shape.rank) and (tf.executing_eagerly() or tensor.shape[0] is None)
 
 
 def _is_sent_as_it_is(leaf: Any) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import logging
 import operator
 import os
@@ -141,6 +142,7 @@ def open(device_id: int | None = None, seed: int | None = None) -> NpuDeviceHand
     _set_log_level()
     membership = schemes.membership_from_environment(device_id)
     if membership is None:
+        _check_variables_alone()
         candidates = [device_id, environment.ASCEND_DEVICE_ID.get(), environment.DEVICE_ID.get(), 0]
         chosen_id = next(int(candidate) for candidate in candidates if candidate is not None)
         _handle = NpuDeviceHandle(chosen_id, 1, 0)
@@ -178,6 +180,12 @@ def _set_log_level() -> None:
         # Without a handler, Python would show warnings and errors only.
         if not _log.hasHandlers():
             _log.addHandler(logging.StreamHandler())
+
+
+@functools.cache
+def _check_variables_alone() -> None:
+    """Check the variables of this package once in a process that is no rank, which needn't call ``open``."""
+    environment.check_own_variables(warns=True)
 
 
 def _join(membership: Membership, seed: int | None) -> Cluster:
@@ -379,6 +387,7 @@ def running_job() -> Job | None:
             hook.find_keras()
         return job
     if schemes.world_size_from_environment() == 1:
+        _check_variables_alone()
         return None
     _log.warning(
         "npu.distribute or hccl is used before npu.open(): opening now, since the environment names several ranks"
