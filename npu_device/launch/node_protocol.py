@@ -16,6 +16,7 @@ from typing import Any, Callable
 
 from npu_device._src.cluster import frames, handshake, ports
 from npu_device._src.cluster.time_limits import NODE_CONNECT_SECONDS
+from npu_device._src.threads import start_thread
 from npu_device.launch.failures import Failure
 
 _LARGEST = 1e10  # numbers, and times in seconds since the epoch
@@ -212,6 +213,4 @@ def reach(address: tuple[str, int], secret: bytes) -> Link:
 def serve(listener: socket.socket, secret: bytes, joined: Callable[[Link], None]) -> None:
     """Let other nodes connect to node 0 until the listener is shut down; call ``joined`` in a thread for each."""
     serving = listener, secret + _OF_NODES, lambda line, _: joined(Link(line))
-    threading.Thread(
-        target=handshake.serve, args=serving, name="npurun-accept", daemon=True
-    ).start()
+    start_thread("npurun-accept", handshake.serve, *serving)

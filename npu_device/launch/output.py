@@ -20,6 +20,7 @@ from collections import deque
 from typing import IO, BinaryIO
 
 from npu_device._src.cluster.time_limits import READER_SECONDS, REFRESH_SECONDS, TICK_SECONDS
+from npu_device._src.threads import start_thread
 
 _COLOURS = (36, 33, 35, 32, 34, 31)  # cyan, yellow, magenta, green, blue, red
 _BLOCK_BYTES = 1 << 16
@@ -102,8 +103,7 @@ class Pump:
         self._bar_is_written = False  # a bar is written, and its line hasn't ended
         self._bar_written_at = time.monotonic()
         self._ending = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
+        self._thread = start_thread("npurun-output", self._run)
 
     def finish(self) -> None:
         """Return when all output of the rank has arrived. Don't wait for a process that escaped with the pipe."""

@@ -23,6 +23,7 @@ from npu_device._src.cluster import frames
 from npu_device._src.cluster.frames import Message
 from npu_device._src.cluster.rank_errors import ClusterError, PeerError
 from npu_device._src.cluster.time_limits import MARGIN_SECONDS, SHORT_SECONDS
+from npu_device._src.threads import start_thread
 from npu_device._src.wording import ranges, ranks_of
 
 _log = logging.getLogger("npu_device")
@@ -50,9 +51,7 @@ class ControlChannel:
 
     def listen(self, on_push: Callable[[Message], None], on_lost: Callable[[str], None]) -> None:
         """Start receiving; ``on_push`` gets each message that isn't an answer, ``on_lost`` once why the hub is gone."""
-        threading.Thread(
-            target=self._read, args=(on_push, on_lost), name="npu_device-channel", daemon=True
-        ).start()
+        start_thread("npu_device-channel", self._read, on_push, on_lost)
 
     def set(self, key: str, value: str) -> None:
         """Write a new key, which every rank can read at once; KeyError if it exists: another rank may have read it."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from npu_device._src.thread_switch import ThreadSwitch
+from npu_device._src.threads import ThreadSwitch
 
 
 def keras_of(component: object) -> Any:

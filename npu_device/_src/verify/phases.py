@@ -28,6 +28,7 @@ from npu_device._src.cluster.time_limits import SWEEP_SECONDS
 from npu_device._src.cluster.tracebacks import is_user_file
 from npu_device._src.comparison.compare import Record, load
 from npu_device._src.replicate import main_program
+from npu_device._src.threads import start_thread
 from npu_device._src.verify.plan import DONE, PlannedProcess
 
 # An optimizer isn't waited for once another one of its model has made so many times the steps.
@@ -74,7 +75,7 @@ class Phases:
         self._latest_time = 0.0
         # A thread, since the script itself may never come to a place where the limit could be
         # looked at.
-        threading.Thread(target=self._watch, name="npu_verify", daemon=True).start()
+        start_thread("npu_verify", self._watch)
 
     def note_place(self) -> Stack:
         """Note that the script has reached the lines where it is now, and return them."""

@@ -34,7 +34,7 @@ from npu_device._src.cluster.rank_errors import ClusterError, PeerError
 from npu_device._src.collectives.group import WORLD_GROUP
 from npu_device._src.collectives.job import Job
 from npu_device._src.compat import keras_models
-from npu_device._src.thread_switch import ThreadSwitch
+from npu_device._src.threads import ThreadSwitch
 from npu_device._src.world.world import World
 
 METHODS = ("save", "save_weights", "export")

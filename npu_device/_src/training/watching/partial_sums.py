@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from npu_device._src import compat
 from npu_device._src.gradients.reduction import ReductionOptions
-from npu_device._src.thread_switch import ThreadSwitch
+from npu_device._src.threads import ThreadSwitch
 from npu_device._src.world.world import World
 
 _log = logging.getLogger("npu_device")

@@ -11,7 +11,6 @@ import importlib
 import importlib.util
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -29,6 +28,7 @@ from npu_device._src.collectives.engines.host.message_channel import MessageChan
 from npu_device._src.collectives.engines.host.mpi_world import MpiWorld
 from npu_device._src.collectives.group import Group, counts_of
 from npu_device._src.membership import launchers
+from npu_device._src.threads import start_thread
 
 # One tag is enough: each group has a communicator, and MPI keeps the order of a pair's messages.
 _TAG = 0
@@ -189,9 +189,7 @@ def open_world(context: EngineContext, wanted: bool, on_exit: OnExit) -> Sequenc
         if any(problems):
             context.mpi_world = None
         else:
-            threading.Thread(
-                target=_keep_going, args=(world,), name="npu_device-mpi", daemon=True
-            ).start()
+            start_thread("npu_device-mpi", _keep_going, world)
     if not any(problems):
         return []
     return list(problems)

@@ -35,6 +35,7 @@ from npu_device._src.collectives.engines.host.channel import (
     Wait,
     head_of,
 )
+from npu_device._src.threads import start_thread
 
 Prepared = tuple[Callable, ArrayList]
 """What makes the rounds of a transfer, ``make_rounds(channel)``, and the arrays that the rounds fill. Between two
@@ -139,10 +140,7 @@ class HostQueue:
 
     def _run_in_background(self) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._run_queue, name="npu_device-shared", daemon=True
-            )
-            self._thread.start()
+            self._thread = start_thread("npu_device-shared", self._run_queue)
         self._work.set()
 
     def _run_queue(self) -> None:

@@ -30,6 +30,7 @@ from npu_device._src.collectives.engines.host.buffers import ALIGNMENT
 from npu_device._src.collectives.engines.host.channel import Head, Program, Round, Wait
 from npu_device._src.collectives.engines.host.message_channel import MessageChannel
 from npu_device._src.collectives.group import Group, counts_of
+from npu_device._src.threads import start_thread
 
 _LENGTH = struct.Struct("<Q")
 
@@ -191,7 +192,7 @@ class SocketMesh(MessageChannel):
         self._closing = threading.Lock()
         self._is_closed = False
         # A thread connects, since members come only when they first use the group.
-        threading.Thread(target=self._connect, name="npu_device-connect", daemon=True).start()
+        start_thread("npu_device-connect", self._connect)
 
     def _connect(self) -> None:
         # Outgoing connections come first: a thread of ``Peers`` accepts incoming ones at any time.
