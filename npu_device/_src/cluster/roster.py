@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Union
 
 from npu_device._src.cluster.time_limits import LONGEST_WAIT_SECONDS
-from npu_device._src.wording import MOST_RANKS
+from npu_device._src.wording import MOST_RANKS, shortened
 
 _UNKNOWN_SHOWN = 5
 _MISSING_SHOWN = 100
@@ -283,10 +283,7 @@ class Roster:
         if self._numbers_ranks:
             return f"{self._absent()} of {self._size} ranks"
         ranks = [self._rank_name(rank) for rank in range(self._size) if rank not in self._arrivals]
-        text = ", ".join(ranks[:10])
-        if len(ranks) > 10:
-            text += f" and {len(ranks) - 10} more"
-        return text
+        return shortened(ranks, 10)
 
     def complaint(self) -> str:
         """Return the text of the error: what happened, one line per rank, likely cause, what to do."""

@@ -17,7 +17,7 @@ from npu_device._src.cluster.time_limits import (
     LEFT_TOGETHER_SECONDS,
     LONGEST_REQUEST_SECONDS,
 )
-from npu_device._src.wording import ranges, ranks_of
+from npu_device._src.wording import ranges, ranks_of, shortened
 
 _POSTS_KEPT = 200  # most names that are kept; the oldest go
 _POST_BYTES_KEPT = 1 << 26
@@ -307,11 +307,7 @@ class Services:
                 self._settle(key)
 
     def _listed(self, ranks: Iterable[int]) -> str:
-        ranks = list(ranks)
-        text = ", ".join(f"rank {rank} on host {self._hosts[rank]}" for rank in ranks[:_SHOWN])
-        if len(ranks) > _SHOWN:
-            text += f" and {len(ranks) - _SHOWN} more"
-        return text
+        return shortened([f"rank {rank} on host {self._hosts[rank]}" for rank in ranks], _SHOWN)
 
     def _ranks(self, text: str | None) -> set[int]:
         """Return the ranks that a message names; all if it names none."""

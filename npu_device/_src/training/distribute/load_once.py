@@ -23,6 +23,7 @@ from npu_device._src.cluster.time_limits import LOAD_CHECK_SECONDS, LOAD_NOTICE_
 from npu_device._src.collectives.engine_text import say
 from npu_device._src.collectives.engines.host.sharing import Offer
 from npu_device._src.training.opening.current_world import world_unless_child
+from npu_device._src.wording import shortened
 from npu_device._src.world.sent_objects import packed, unpacked
 from npu_device._src.world.shared_arrays import (
     Address,
@@ -221,10 +222,8 @@ class _LoadCall:
         texts = {}
         for rank in notes:
             differing = [text for text in by_rank[rank] if text not in common]
-            listed = differing[:_MOST_LISTED]
-            if len(differing) > _MOST_LISTED:
-                listed.append(f"{len(differing) - _MOST_LISTED} more")
-            texts[rank] = "; ".join(listed) or "no such array"
+            listed = shortened(differing, _MOST_LISTED, separator="; ")
+            texts[rank] = listed or "no such array"
         lines = "\n".join(self.world.job.cluster.lines(texts))
         raise ClusterError(
             f"load_once: the hosts have loaded different arrays:\n{lines}\n"

@@ -13,6 +13,7 @@ from npu_device._src.collectives.graph import call_now
 from npu_device._src.collectives.moves import all_gather
 from npu_device._src.gradients.reduction import Gradient, all_finite, dense_of, with_values
 from npu_device._src.training.watching.digests import SHOWN_RANKS, SHOWN_VARIABLES, variable_name
+from npu_device._src.wording import shortened
 from npu_device._src.world.world import World
 
 
@@ -81,11 +82,8 @@ def _text(world: World, steps: int, names: Sequence[str], faults: np.ndarray) ->
         for name, fault in zip(names, row):
             if fault:
                 faults_of_rank.append(f"{name} ({'NaN' if fault == 2 else 'infinite'})")
-        omitted = ""
-        if len(faults_of_rank) > SHOWN_VARIABLES:
-            omitted = f" and {len(faults_of_rank) - SHOWN_VARIABLES} more variables"
         if faults_of_rank:
-            rows[rank] = ", ".join(faults_of_rank[:SHOWN_VARIABLES]) + omitted
+            rows[rank] = shortened(faults_of_rank, SHOWN_VARIABLES, "more variables")
     cluster = world.job.cluster
     # Finite gradients of all ranks may add up to more than their dtype holds.
     failures = "  those of each rank are; their sum is not"

@@ -13,6 +13,7 @@ from npu_device._src import compat
 from npu_device._src.cluster.description import Cluster
 from npu_device._src.cluster.rank_errors import ClusterError
 from npu_device._src.collectives.job import Job
+from npu_device._src.wording import shortened
 
 SHOWN_VARIABLES = 4
 SHOWN_RANKS = 16
@@ -52,10 +53,7 @@ def variable_name(variable: Any) -> str:
 
 
 def named(names: Sequence[str]) -> str:
-    text = ", ".join(names[:SHOWN_VARIABLES])
-    if len(names) > SHOWN_VARIABLES:
-        text += ", …"
-    return text
+    return shortened(names, SHOWN_VARIABLES)
 
 
 def differences(
