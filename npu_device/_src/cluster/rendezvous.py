@@ -78,7 +78,7 @@ def _hello(membership: Membership) -> Hello:
         machine=socket.gethostname(),
         pid=os.getpid(),
         started=start_time(os.getpid()),
-        ancestors=tuple(ancestors()),
+        ancestors=list(map(list, ancestors())),
     )
 
 
