@@ -19,6 +19,7 @@ from npu_device._src.gradients.reduction import Gradient, dense_of
 from npu_device._src.trace.trace import changes_a_variable, mark_update_end
 from npu_device._src.training.sharding.remote_slots import OptimizerSlots
 from npu_device._src.training.sharding.shares import bytes_of, owners_of
+from npu_device._src.training.watching.same_variables import spread_from_owners
 from npu_device._src.training.watching.schedule import only_building
 from npu_device._src.world.world import World
 
@@ -299,19 +300,10 @@ class DividedUpdate:
 
     def _spread(self, variables: Iterable) -> tf.Tensor:
         """Give all ranks the values that the owners of variables have now; return True."""
-        variables = list(variables)
-        if not variables:
-            return tf.constant(True)
         inner = list(map(compat.inner_variable, variables))
-        owners = [self._owners[id(variable)] for variable in inner]
-        specs = [tf.TensorSpec(variable.shape, variable.dtype) for variable in inner]
-        rank = self._world.rank
-        owned = [variable for variable, owner in zip(inner, owners) if owner == rank]
-        received = self._from_owners([variable.read_value() for variable in owned], specs, owners)
-        # The owner has its own values already.
-        for variable, owner, new in zip(inner, owners, received):
-            if owner != rank:
-                variable.assign(new)
+        if inner:
+            owners = [self._owners[id(variable)] for variable in inner]
+            spread_from_owners(self._world, inner, owners)
         return tf.constant(True)
 
     def _from_owners(
