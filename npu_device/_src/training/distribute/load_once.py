@@ -23,7 +23,7 @@ from npu_device._src.cluster.time_limits import LOAD_CHECK_SECONDS, LOAD_NOTICE_
 from npu_device._src.collectives.engine_text import say
 from npu_device._src.collectives.engines.host.sharing import Offer
 from npu_device._src.training.opening.current_world import world_unless_child
-from npu_device._src.wording import shortened
+from npu_device._src.wording import amount, shortened
 from npu_device._src.world.sent_objects import packed, unpacked
 from npu_device._src.world.shared_arrays import (
     Address,
@@ -39,7 +39,6 @@ from npu_device._src.world.world import World
 
 _log = logging.getLogger("npu_device")
 _MOST_LISTED = 10  # arrays of a host, in the error for different ones
-_UNITS = ("B", "kB", "MB", "GB")
 
 Notes = dict[int, dict[str, Any]]
 """By its loading rank, where the result of a host lies: ``address`` of the memory, ``packed_bytes`` behind the arrays,
@@ -279,14 +278,6 @@ def _sizes_line(world: World, notes: Notes) -> str:
         where = f"in {len(notes)} copies, as not all ranks of a host share memory"
     first = next(iter(notes.values()))
     return (
-        f"npu_device: load_once  {_size(first['array_bytes'])} {where}; "
-        f"{_size(first['packed_bytes'])} of other objects on each rank"
+        f"npu_device: load_once  {amount(first['array_bytes'])} {where}; "
+        f"{amount(first['packed_bytes'])} of other objects on each rank"
     )
-
-
-def _size(count: float) -> str:
-    for unit in _UNITS[:-1]:
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} {_UNITS[-1]}"
