@@ -10,7 +10,7 @@ Knows tensors only, no Keras and no model.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Union
 
@@ -231,7 +231,7 @@ def _is_divisible(leaf: Any) -> bool:
 
 def named_leaves(name: str, batch: Any) -> Iterator[tuple[str, Any]]:
     """Yield the tensors in nested data, each after its name, such as ``data['x'][0]``."""
-    if isinstance(batch, dict):
+    if isinstance(batch, Mapping):
         for key in batch:
             yield from named_leaves(f"{name}[{key!r}]", batch[key])
     elif isinstance(batch, (tuple, list)):
