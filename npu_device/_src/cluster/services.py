@@ -81,7 +81,8 @@ class Services:
         # What isn't read ends the connection, not the hub.
         try:
             request = rank, int(message.get("id", 0))
-            _HANDLERS[message["do"]](self, request, message)
+            handle = getattr(self, f"_do_{message['do']}")
+            handle(request, message)
         except frames.WRONG_FORM as error:
             raise frames.FrameError(f"{error!r} in {str(message.get('do'))[:100]!r}") from error
 
@@ -118,7 +119,7 @@ class Services:
             "process of one of them."
         )
 
-    # What a rank may ask for. Each handler reads the whole message before it changes anything.
+    # What a rank may ask for ("do"). Each handler reads the whole message before it changes anything.
 
     def _do_set(self, request: _Request, message: Message) -> None:
         key = str(message["key"])
@@ -335,21 +336,6 @@ class Services:
         """End a gather with an error on all ranks that have come."""
         for request in self._collections.pop(key).waiting:
             self._refuse(request, error, text)
-
-
-# The handler of each message, by what it asks for ("do").
-_HANDLERS: dict[str, Callable[[Services, _Request, Message], None]] = {
-    "set": Services._do_set,
-    "get": Services._do_get,
-    "delete": Services._do_delete,
-    "post": Services._do_post,
-    "gather": Services._do_gather,
-    "ask": Services._do_ask,
-    "reply": Services._do_reply,
-    "left": Services._do_left,
-    "stopped": Services._do_stopped,
-    "failed": Services._do_failed,
-}
 
 
 def _seconds_of(message: Message) -> float:
