@@ -64,16 +64,15 @@ class ControlChannel:
     def delete(self, key: str) -> None:
         self._request("delete", SHORT_SECONDS, key=key)
 
-    def post(self, name: str, value: Any) -> dict[int, Any]:
-        """Post this rank's value under a name, in place of an earlier one; return the values of all ranks once all have
-        posted, until then nothing. The hub keeps the newest 200 names.
+    def post(self, name: str, value: Any) -> list:
+        """Post this rank's value under a name, in place of an earlier one; return the values of all ranks, by rank,
+        once all have posted, until then nothing. The hub keeps the newest 200 names.
         """
-        return _by_rank(self._request("post", SHORT_SECONDS, name=name, value=value))
+        return _in_order(self._request("post", SHORT_SECONDS, name=name, value=value))
 
     def gather(self, name: str, value: Any, timeout: float) -> list:
         """Return the values that all ranks pass under a name, by rank; TimeoutError if some don't come."""
-        values = _by_rank(self._request("gather", timeout, name=name, value=value, ranks=None))
-        return [values[rank] for rank in range(len(values))]
+        return _in_order(self._request("gather", timeout, name=name, value=value, ranks=None))
 
     def gather_from(
         self, name: str, value: Any, ranks: Iterable[int], timeout: float
@@ -194,6 +193,11 @@ def _stopped(how: str) -> str:
         f"the hub of the job {how}: its process is stopped or overloaded.\n"
         "What to do: look at the host of rank 0, where it runs."
     )
+
+
+def _in_order(answer: list[tuple[Any, str]]) -> list:
+    by_rank = _by_rank(answer)
+    return [by_rank[rank] for rank in sorted(by_rank)]
 
 
 def _by_rank(answer: list[tuple[Any, str]]) -> dict[int, Any]:

@@ -136,11 +136,11 @@ def _compare_shuffles(job: Job, dataset: Any) -> None:
     except ClusterError:
         # The next collective raises the error of a lost rank.
         return
-    is_last = len(answers) == job.cluster.world_size
-    if is_last and any(answer != answers[0] for answer in answers.values()):
+    # Only the last rank to post gets the answers of all.
+    if any(answer != answers[0] for answer in answers):
         rows = {}
-        for rank in sorted(answers):
-            rows[rank] = f"seed {', '.join(str(pair[1]) for pair in answers[rank])}"
+        for rank, answer in enumerate(answers):
+            rows[rank] = f"seed {', '.join(str(pair[1]) for pair in answer)}"
         lines = "\n".join(job.cluster.lines(rows, SHOWN_RANKS))
         _log.warning(_TEXT, "with another seed on each rank:\n", lines)
 

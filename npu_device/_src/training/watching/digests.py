@@ -111,12 +111,9 @@ def _rows_of_all(
     """Post checksums of variables at some times; return those of all ranks on the last one, [] on the others."""
     try:
         own_row = list(map(list, zip(*checksums)))
-        answers = job.control.post(name, own_row)
+        rows = job.control.post(name, own_row)
     except ClusterError:
         # The next collective raises the error of a lost rank.
-        return []
-    rows = [answers[rank] for rank in sorted(answers)]
-    if len(rows) < job.cluster.world_size:
         return []
     if any(len(row) != len(names) for row in rows):
         return []
@@ -134,11 +131,11 @@ def _text_of(
     for column in zip(*rows):
         are_equal = [len(set(ranks)) == 1 for ranks in zip(*column)]
         reported.append(is_reported(are_equal))
-    values = []
+    compared = []
     for row in rows:
         # Variables that aren't reported get 0, by which they compare as equal.
-        values.append([times[0] if is_apart else 0 for times, is_apart in zip(row, reported)])
-    difference = differences(job.cluster, range(len(rows)), names, values)
+        compared.append([times[0] if is_apart else 0 for times, is_apart in zip(row, reported)])
+    difference = differences(job.cluster, range(len(rows)), names, compared)
     if difference is None:
         return None
     return difference[1]

@@ -100,8 +100,8 @@ class SessionEnds:
         with contextlib.suppress(ClusterError):
             answers = job.control.post(name, checksums)
             # Only the last rank to post gets the answers of all.
-            if len(answers) == job.cluster.world_size:
-                self._warn_if_different([answers[rank] for rank in sorted(answers)])
+            if answers:
+                self._warn_if_different(answers)
 
     def _warn_if_different(self, answers: Sequence[dict[str, int]]) -> None:
         cluster = self._job.cluster
