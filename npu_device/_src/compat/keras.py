@@ -30,6 +30,11 @@ def is_keras_3(keras: Any) -> bool:
     return int(major) >= 3
 
 
+def of_keras_3(component: object) -> bool:
+    """Return whether the Keras of an optimizer, a model or a layer is Keras 3 or later."""
+    return is_keras_3(keras_of(component))
+
+
 def optimizer_methods() -> list[tuple[type, str]]:
     """Return the methods of the imported Keras packages through which all their optimizers apply gradients, each with
     its class; also that of Keras 3's loss-scale optimizer, which decides whether the one inside is called.
@@ -110,7 +115,7 @@ def set_seed_state_of_keras_3(state: list[int]) -> None:
 
 def build_optimizer(optimizer: Any, variables: Any) -> None:
     """Create the variables of an optimizer, if they don't exist. A legacy optimizer of tf-keras has no public way."""
-    if is_keras_3(keras_of(optimizer)):
+    if of_keras_3(optimizer):
         # Keras 3 raises an error if an optimizer is built twice.
         if not optimizer.built:
             optimizer.build(variables)
@@ -127,7 +132,7 @@ def adds_up_rows_first(optimizer: Any) -> bool:
     The optimizers of tf-keras do so after clipping. A class of a script may do anything with them before.
     """
     root = type(optimizer).__module__.split(".", 1)[0]
-    if root not in ("keras", "tf_keras", "npu_device") or is_keras_3(keras_of(optimizer)):
+    if root not in ("keras", "tf_keras", "npu_device") or of_keras_3(optimizer):
         return False
     if hasattr(optimizer, "inner_optimizer"):
         return adds_up_rows_first(optimizer.inner_optimizer)
@@ -141,7 +146,7 @@ def adds_up_rows_first(optimizer: Any) -> bool:
 
 def begin_fit_at(model: Any, epoch: int | None) -> None:
     """Let the ``fit`` that has called ``on_train_begin`` begin with an epoch, as Keras's backups do; None undoes it."""
-    if is_keras_3(keras_of(model)):
+    if of_keras_3(model):
         model._initial_epoch = epoch
     else:
         # fit asks its backup for the epoch and the step.
@@ -210,7 +215,7 @@ def accumulation_steps(optimizer: Any) -> int:
     A class of a script may change the gradients of each step before they are added up: that is 1, too.
     """
     steps = getattr(optimizer, "gradient_accumulation_steps", None)
-    if not steps or not is_keras_3(keras_of(optimizer)):
+    if not steps or not of_keras_3(optimizer):
         return 1
     names = ("apply", "apply_gradients", "_backend_apply_gradients")
     methods = [getattr(type(optimizer), name, None) for name in names]
@@ -309,7 +314,7 @@ def optimizer_variables(optimizer: Any, weights: Any) -> list:
     In Keras 3 ``variables`` has them all. In tf-keras it lacks the learning rate and the loss scale; that of a legacy
     optimizer lacks all hyperparameters, and a restored checkpoint changes its order.
     """
-    if is_keras_3(keras_of(optimizer)):
+    if of_keras_3(optimizer):
         return [variable for variable in optimizer.variables if not is_apart(variable)]
     candidates = []
     scale: Any = getattr(optimizer, "_loss_scale", None)
@@ -384,7 +389,7 @@ def gradients_and_variables(
 
     The methods of tf-keras are given pairs as ``gradients``, and Keras 3's are given gradients and variables.
     """
-    if not is_keras_3(keras_of(optimizer)):
+    if not of_keras_3(optimizer):
         return list(gradients)
     return list(zip(gradients, variables_to_update(optimizer, variables)))
 

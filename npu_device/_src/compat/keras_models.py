@@ -21,6 +21,7 @@ from npu_device._src.compat.keras import (
     is_keras_3,
     is_vocabulary,
     keras_of,
+    of_keras_3,
 )
 from npu_device._src.compat.live_objects import live_objects, with_subclasses
 
@@ -37,7 +38,7 @@ def converted(component: Any, name: str) -> Callable:
     """
     method = getattr(component, name)
     is_loss_or_metric = hasattr(component, "reduction") or hasattr(component, "update_state")
-    if not is_loss_or_metric or is_keras_3(keras_of(component)):
+    if not is_loss_or_metric or of_keras_3(component):
         return cast(Callable, method)
 
     def call(*args: Any, **kwargs: Any) -> Any:

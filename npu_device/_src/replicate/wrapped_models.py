@@ -128,7 +128,7 @@ class Models:
                 for model in list(self._models.values()):
                     weights.update(map(id, compat.variables_of(model)))
                 if not self._methods or any(id(variable) in weights for _, variable in pairs):
-                    if compat.is_keras_3(compat.keras_of(optimizer)):
+                    if compat.of_keras_3(optimizer):
                         # The optimizer is built before the count, which may refuse the step, and outside of the
                         # function, where its variables would depend on the count.
                         with tf.init_scope():

@@ -223,7 +223,7 @@ def _of_keras_3(component: Any) -> bool:
     # The base tells the Keras, also of a subclass in the script.
     modules = [cls.__module__ for cls in type(component).__mro__]
     roots = {module.partition(".")[0] for module in modules}
-    return "keras" in roots and compat.is_keras_3(compat.keras_of(component))
+    return "keras" in roots and compat.of_keras_3(component)
 
 
 def _is_optimizer(component: Any) -> bool:

@@ -96,7 +96,7 @@ class DryStep:
         count = tf.TensorSpec([], tf.int32)
         flag = tf.TensorSpec([], tf.bool)
         # AutoGraph is on where Keras itself traces the step with it.
-        autograph = not compat.is_keras_3(compat.keras_of(self._context.model))
+        autograph = not compat.of_keras_3(self._context.model)
         function = tf.function(step, autograph=autograph)
         return function.get_concrete_function(spec, count, count, flag)
 

@@ -47,7 +47,7 @@ def _has_axis_of_samples(metric: Any, specs: tuple[tf.TensorSpec, tf.TensorSpec]
 
     def values(*arguments: Any) -> Any:
         # tf-keras casts what it passes to the function.
-        if not compat.is_keras_3(compat.keras_of(metric)):
+        if not compat.of_keras_3(metric):
             arguments = tuple(tf.cast(argument, metric.dtype) for argument in arguments)
         return compat.values_of_metric(metric, *arguments)
 

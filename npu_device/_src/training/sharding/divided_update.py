@@ -97,7 +97,7 @@ class DividedUpdate:
         """Note the slots of an optimizer that is built already, which it keeps until the first step. Return why it
         can't be divided, or "".
         """
-        is_tf_keras = not compat.is_keras_3(compat.keras_of(self.optimizer))
+        is_tf_keras = not compat.of_keras_3(self.optimizer)
         # The first step of one of tf-keras tells its variables. One that isn't built is built by then.
         if is_tf_keras or not compat.is_optimizer_built(self.optimizer):
             return ""
@@ -273,7 +273,7 @@ class DividedUpdate:
 
     def _changed(self, variables: Sequence, with_gradient: Sequence[int]) -> list:
         """Return the variables that an update changes."""
-        is_keras_3 = compat.is_keras_3(compat.keras_of(self.optimizer))
+        is_keras_3 = compat.of_keras_3(self.optimizer)
         if is_keras_3 and self.optimizer.use_ema and not self.averages_are_whole:
             # Each update changes the averages of all variables, or the variables themselves.
             return self._trained

@@ -110,7 +110,7 @@ def trace_step(model: Any, step: Callable[[Any], Any], batch_spec: Any) -> Any:
     Returns the types of what the step returns.
     """
     # AutoGraph is on where Keras itself traces the step with it.
-    autograph = not compat.is_keras_3(compat.keras_of(model))
+    autograph = not compat.of_keras_3(model)
     own_traces = compat.do_not_convert(compat.own_traces)
 
     def traced(batch: Any) -> Any:
