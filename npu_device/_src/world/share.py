@@ -212,6 +212,21 @@ def length_of(leaf: Any) -> Number:
     return tf.cast(sizes[0], tf.int32)
 
 
+def spec_of_any_length(leaf: Any) -> Any:
+    """Return the type of a part of a batch, for any number of samples."""
+    if leaf is None:
+        return None
+    spec = tf.type_spec_from_value(leaf)
+    if isinstance(leaf, tf.experimental.Optional) or not spec.shape.rank:
+        return spec
+    shape = [None, *spec.shape[1:]]
+    if isinstance(spec, tf.SparseTensorSpec):
+        return tf.SparseTensorSpec(shape, spec.dtype)
+    if isinstance(spec, tf.RaggedTensorSpec):
+        return tf.RaggedTensorSpec(shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype)
+    return tf.TensorSpec(shape, spec.dtype)
+
+
 def without_optional(batch: Any) -> Any:
     """Return a batch with None where Keras 3 has an empty Optional for it."""
 

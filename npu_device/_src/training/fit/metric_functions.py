@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from npu_device._src import compat
+from npu_device._src.world.share import spec_of_any_length
 
 _log = logging.getLogger("npu_device")
 
@@ -27,7 +28,7 @@ def gives_values_of_samples(metric: Any, y_true: Any = None, y_pred: Any = None,
         return False
     if not _is_dense(y_true) or not _is_dense(y_pred):
         return True
-    specs = (_spec_of_any_length(y_true), _spec_of_any_length(y_pred))
+    specs = (spec_of_any_length(y_true), spec_of_any_length(y_pred))
     known = _known.setdefault(metric, {})
     if specs not in known:
         known[specs] = _has_axis_of_samples(metric, specs)
@@ -36,10 +37,6 @@ def gives_values_of_samples(metric: Any, y_true: Any = None, y_pred: Any = None,
 
 def _is_dense(argument: Any) -> bool:
     return isinstance(argument, tf.Tensor) and bool(argument.shape.rank)
-
-
-def _spec_of_any_length(tensor: tf.Tensor) -> tf.TensorSpec:
-    return tf.TensorSpec([None, *tensor.shape[1:]], tensor.dtype)
 
 
 def _has_axis_of_samples(metric: Any, specs: tuple[tf.TensorSpec, tf.TensorSpec]) -> bool:

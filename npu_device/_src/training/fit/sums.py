@@ -26,7 +26,7 @@ from npu_device._src.training.fit.step_context import StepContext
 from npu_device._src.training.watching import training_state
 from npu_device._src.training.watching.wrapped_optimizers import reducer_of, reducing_optimizer
 from npu_device._src.world.current_step import IsSum, Sums
-from npu_device._src.world.share import run_of, units_at, units_of
+from npu_device._src.world.share import run_of, spec_of_any_length, units_at, units_of
 
 _log = logging.getLogger("npu_device")
 _SAMPLES = 5
@@ -176,21 +176,6 @@ def sums_in_words(context: StepContext, checked: CheckedStep) -> str:
             optimizer = training_state.optimizers(context.model)[int(position)]
             texts.append(f"the gradients of {type(optimizer).__name__}")
     return ", ".join(dict.fromkeys(texts))
-
-
-def spec_of_any_length(leaf: Any) -> Any:
-    """Return the type of a part of a batch, for any number of samples."""
-    if leaf is None:
-        return None
-    spec = tf.type_spec_from_value(leaf)
-    if not spec.shape.rank:
-        return spec
-    shape = [None, *spec.shape[1:]]
-    if isinstance(spec, tf.SparseTensorSpec):
-        return tf.SparseTensorSpec(shape, spec.dtype)
-    if isinstance(spec, tf.RaggedTensorSpec):
-        return tf.RaggedTensorSpec(shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype)
-    return tf.TensorSpec(shape, spec.dtype)
 
 
 def precision_of(model: Any) -> float:
