@@ -27,7 +27,7 @@ from npu_device._src.collectives.engine_text import engine_name
 from npu_device._src.collectives.engines.host.host_engine import end_of
 from npu_device._src.collectives.graph import fetchable_call, origin
 from npu_device._src.collectives.group import Group
-from npu_device._src.collectives.job import Job, current
+from npu_device._src.collectives.job import Job, current, current_component
 from npu_device._src.threads import start_thread
 from npu_device._src.trace.records import (
     FILE,
@@ -122,10 +122,7 @@ def _remove_surplus_traces(output: Path, world_size: int) -> None:
 
 
 def running() -> Tracer | None:
-    job = current()
-    if job is None:
-        return None
-    return job.component(Tracer)
+    return current_component(Tracer)
 
 
 def start(job: Job, settings: Settings) -> None:

@@ -65,10 +65,7 @@ def _moments_method(self: Any, *args: Any, **kwargs: Any) -> Any:
 @_as_it_is
 def _all_reduce(self: Any, reduce_op: Any, value: Any, options: Any = None) -> Any:
     """Stand in for ``all_reduce`` of TensorFlow's replica context; for sums that a synchronized layer asks for."""
-    job = jobs.current()
-    layers = None
-    if job is not None:
-        layers = job.component(SynchronizedLayers)
+    layers = jobs.current_component(SynchronizedLayers)
     caller = compat.normalization_at_work()
     sums = None
     if layers is not None and caller is not None:
@@ -89,10 +86,7 @@ def normalizes_alone(layer: Any) -> bool:
 
 def _note_cast() -> None:
     """Find the layer that casts its moving mean in this thread."""
-    job = jobs.current()
-    layers = None
-    if job is not None:
-        layers = job.component(SynchronizedLayers)
+    layers = jobs.current_component(SynchronizedLayers)
     if layers is not None:
         layers.install(compat.called_normalizations())
 

@@ -296,11 +296,8 @@ def saving(world: World, method: Callable) -> Callable:
         return method
     write = _by_method.on()(method)
     job = world.job
-    saves = job.component(Saves)
-    if saves is None:
-        # One object serves the whole job, whatever the number of models: paths are counted together.
-        saves = Saves(job)
-        job.add(saves)
+    # One object serves the whole job, whatever the number of models: paths are counted together.
+    saves = job.component_or_new(Saves, job)
 
     @functools.wraps(method)
     def save(*args: Any, **kwargs: Any) -> Any:

@@ -134,11 +134,7 @@ class OptimizerSlots:
             self._updates = tf.Variable(0, trainable=False, dtype=tf.int64)
             self._has_incoming = tf.Variable(False, trainable=False)
             self.are_apart = tf.Variable(False, trainable=False)
-        exchange = job.component(SlotExchange)
-        if exchange is None:
-            exchange = SlotExchange(job)
-            job.add(exchange)
-        self.exchange = exchange
+        self.exchange = job.component_or_new(SlotExchange, job)
         self._group = group
         # The lowest rank of the group has what those hand over that end before it.
         self.keeper = group.ranks[0]

@@ -20,7 +20,7 @@ import tensorflow as tf
 from npu_device._src import compat
 from npu_device._src.cluster.rank_errors import ClusterError
 from npu_device._src.cluster.time_limits import LAST_WORD_SECONDS
-from npu_device._src.collectives.job import Job, current
+from npu_device._src.collectives.job import Job, current_component
 from npu_device._src.training.watching.digests import differences, variable_name
 from npu_device._src.training.watching.last_word import checksum_of_pieces
 
@@ -133,9 +133,6 @@ def _to_be_equal(noted: _Variables) -> Iterator:
 
 def compare_at_end(session: Any) -> None:
     """Compare the variables of a session that ends on all ranks, if there is a job."""
-    job = current()
-    if job is None or job.in_fork:
-        return
-    ends = job.component(SessionEnds)
+    ends = current_component(SessionEnds)
     if ends is not None:
         ends.compare(session)
