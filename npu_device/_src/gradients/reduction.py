@@ -6,6 +6,7 @@ The job remembers which tensors are results: whoever applies gradients is asked 
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 import zlib
 from collections import deque
@@ -350,6 +351,24 @@ def all_finite(gradients: Sequence) -> tf.Tensor:
     return tf.reduce_all(
         [True, *(tf.reduce_all(tf.math.is_finite(value)) for value in values if value is not None)]
     )
+
+
+def with_nan_unless(agreed: tf.Tensor, gradients: Sequence) -> list:
+    """Return gradients, of which one is NaN if the ranks haven't agreed that all are finite."""
+    gradients = list(gradients)
+    sizes = {}
+    for position, gradient in enumerate(gradients):
+        if gradient is not None:
+            sizes[position] = dense_of(gradient).shape.num_elements() or sys.maxsize
+
+    def nan_unless_agreed(values: tf.Tensor) -> tf.Tensor:
+        return tf.where(agreed, values, float("nan"))
+
+    if sizes:
+        # NaN in one gradient is enough, and the smallest is the cheapest to replace.
+        smallest = min(sizes, key=sizes.__getitem__)
+        gradients[smallest] = with_values(gradients[smallest], nan_unless_agreed)
+    return gradients
 
 
 # The results of reductions

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,24 +14,6 @@ from npu_device._src.gradients.reduction import Gradient, all_finite, dense_of, 
 from npu_device._src.training.watching.digests import SHOWN_RANKS, SHOWN_VARIABLES, variable_name
 from npu_device._src.wording import shortened
 from npu_device._src.world.world import World
-
-
-def with_nan_unless(agreed: tf.Tensor, gradients: Sequence) -> list:
-    """Return gradients, of which one is NaN if the ranks haven't agreed that all are finite."""
-    gradients = list(gradients)
-    positions = [position for position, gradient in enumerate(gradients) if gradient is not None]
-
-    def size(position: int) -> int:
-        shape = dense_of(gradients[position]).shape
-        return shape.num_elements() or sys.maxsize
-
-    def nan_unless_agreed(values: tf.Tensor) -> tf.Tensor:
-        return tf.where(agreed, values, float("nan"))
-
-    # NaN in one gradient is enough, and the smallest is the cheapest to replace.
-    smallest = min(positions, key=size)
-    gradients[smallest] = with_values(gradients[smallest], nan_unless_agreed)
-    return gradients
 
 
 def checked(

@@ -27,6 +27,7 @@ from npu_device._src.gradients.reduction import (
     dense_of,
     origin_of,
     weighted,
+    with_nan_unless,
 )
 from npu_device._src.trace.trace import iteration
 from npu_device._src.training.distribute.synchronized_layers import find_layers, note_reduced
@@ -37,7 +38,7 @@ from npu_device._src.training.optimizers.accumulation import (
     is_update,
     note_accumulators,
 )
-from npu_device._src.training.optimizers.finite_gradients import checked, with_nan_unless
+from npu_device._src.training.optimizers.finite_gradients import checked
 from npu_device._src.training.optimizers.reducing_methods import install
 from npu_device._src.training.sharding.divided_update import DividedUpdate
 from npu_device._src.training.sharding.divisible import divided_update, tell_undivided
