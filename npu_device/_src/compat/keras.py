@@ -243,8 +243,10 @@ def keep_in_checkpoints(optimizer: Any, name: str, variables: list) -> None:
     optimizer._track_trackable(holder, name)
 
 
-def is_set_by_gradient(variable: Any) -> bool:
-    """Return True for a variable that its gradient replaces, such as a scale of float8."""
+def is_overwritten(variable: Any) -> bool:
+    """Return True for a variable that its gradient replaces, such as a scale of float8: it is left out of norms and
+    averages.
+    """
     return bool(getattr(variable, "overwrite_with_gradient", False))
 
 

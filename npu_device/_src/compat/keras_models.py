@@ -58,7 +58,7 @@ def variables_of(model: Any) -> list:
         variables = []
         for layer in all_layers(model):
             variables += [*layer._trainable_weights, *layer._non_trainable_weights]
-        return _unique(variables)
+        return unique(variables)
 
 
 def operations_of(model: Any) -> list:
@@ -69,7 +69,7 @@ def operations_of(model: Any) -> list:
     operations = list(layers)
     for layer in layers:
         operations += getattr(layer, "operations", ())
-    return _unique(operations)
+    return unique(operations)
 
 
 def is_layer(candidate: Any) -> bool:
@@ -111,14 +111,14 @@ def metrics_of(model: Any) -> list:
         "compiled_loss",
     ):
         containers.append(getattr(model, name, None))
-    return _unique(itertools.chain.from_iterable(map(_flat, containers)))
+    return unique(itertools.chain.from_iterable(map(_flat, containers)))
 
 
 def loss_trackers_of(model: Any) -> list:
     """Return the metrics to which Keras itself passes losses, with the number of samples in the batch."""
     names = ("_loss_tracker", "_compile_loss", "compiled_loss")
     trackers = [getattr(model, name, None) for name in names]
-    return _unique(itertools.chain.from_iterable(map(_flat, trackers)))
+    return unique(itertools.chain.from_iterable(map(_flat, trackers)))
 
 
 # Those of the compiled metrics and of the compiled losses, which have no state of their own.
@@ -225,7 +225,7 @@ def moving_statistics(model: Any, metrics: Iterable) -> list:
         if layer.trainable:
             updated += _not_trained(layer)
     variables = []
-    for variable in _unique(updated):
+    for variable in unique(updated):
         if id(variable) not in excluded and not is_vocabulary(variable):
             variables.append(variable)
     return [variable for variable in variables if tf.as_dtype(variable.dtype).is_floating]
@@ -295,7 +295,7 @@ def _forward_of_keras_3(model: Any, x: Any) -> Any:
     return model(x)
 
 
-def _unique(objects: Iterable) -> list:
+def unique(objects: Iterable) -> list:
     """Return objects once each, in their order; variables have no hash, or compare elements."""
     return list({id(instance): instance for instance in objects}.values())
 

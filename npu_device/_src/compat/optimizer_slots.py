@@ -18,6 +18,7 @@ from npu_device._src.compat.keras import (
     in_checkpoint,
     inner_variable,
     is_keras_3,
+    is_overwritten,
     is_share,
     keras_of,
     of_keras_3,
@@ -147,11 +148,6 @@ def count_update(optimizer: Any) -> Any:
         optimizer._compute_current_learning_rate()
     optimizer._iterations.assign_add(1)
     return optimizer._iterations
-
-
-def is_overwritten(variable: Any) -> bool:
-    """Return whether a variable gets its gradient as its value, and is left out of norms and averages."""
-    return bool(getattr(variable, "overwrite_with_gradient", False))
 
 
 def clips_by_global_norm(optimizer: Any) -> bool:

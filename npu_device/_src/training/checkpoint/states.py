@@ -21,11 +21,7 @@ from npu_device._src.training.optimizers.accumulation import note_accumulators
 from npu_device._src.training.watching import training_state
 from npu_device._src.training.watching.digests import checksum
 from npu_device._src.training.watching.partial_sums import between_updates
-from npu_device._src.training.watching.training_state import (
-    random_states,
-    set_random_states,
-    unique,
-)
+from npu_device._src.training.watching.training_state import random_states, set_random_states
 from npu_device._src.training.watching.wrapped_optimizers import reducing_optimizer
 from npu_device._src.wording import counted
 from npu_device._src.world.sent_objects import from_json, to_json
@@ -55,7 +51,7 @@ class SharedState:
         listed = []
         for component in self._trackables.values():
             listed += _listed(component)
-        missed = [variable for variable in unique(listed) if id(variable) not in tracked]
+        missed = [variable for variable in compat.unique(listed) if id(variable) not in tracked]
         if missed:
             named[_UNTRACKED] = missed
         return tf.train.Checkpoint(**named)
@@ -91,7 +87,7 @@ class SharedState:
         reducing: list = []
         for component in self._trackables.values():
             reducing += map(reducing_optimizer, training_state.optimizers(component))
-        for optimizer in unique(reducing):
+        for optimizer in compat.unique(reducing):
             if compat.accumulation_steps(optimizer) > 1:
                 note_accumulators(world, optimizer)
 
@@ -111,7 +107,7 @@ class SharedState:
             if not (_of_keras_3(optimizer) or compat.is_optimizer_built(optimizer)):
                 continue
             inner = compat.with_inner(optimizer)[-1]
-            variables = compat.trained_in_order(inner, unique(candidates)) or ()
+            variables = compat.trained_in_order(inner, compat.unique(candidates)) or ()
             ids = [id(compat.inner_variable(variable)) for variable in variables]
             trained[name] = []
             if paths.keys() >= set(ids):

@@ -90,7 +90,7 @@ class Metrics:
         additive = [metric for metric in self._metrics if not _needs_whole_batch(metric)]
         variables = [variable for metric in additive for variable in metric.variables]
         # A metric may list a variable twice, but its increments count once.
-        return list({id(variable): variable for variable in variables}.values())
+        return compat.unique(variables)
 
     def results_again(self, logs: Sequence) -> tuple[list, list[int]]:
         """Return what of the logs is a metric's result, or a graph computes from some, with the results of all ranks.

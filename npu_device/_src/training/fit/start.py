@@ -112,7 +112,7 @@ def synchronise(world: World, model: Any, training: bool, root_rank: int = 0) ->
         variables += training_state.optimizer_state(model)
     # Strings are words of a vocabulary, which no step changes.
     numeric = []
-    for variable in training_state.unique(variables):
+    for variable in compat.unique(variables):
         if tf.as_dtype(variable.dtype) != tf.string:
             numeric.append(variable)
     assign_training_state(world, numeric, root_rank)

@@ -194,7 +194,7 @@ def precision_of(model: Any) -> float:
 def _moved(variables: Sequence, precision: float) -> Iterator[None]:
     """Give variables values that differ by rounding from their own in the block."""
     # Moved once, although an optimizer may have been given a variable twice.
-    moved = training_state.unique(variables)
+    moved = compat.unique(variables)
     tensors = list(map(tf.convert_to_tensor, moved))
     for variable, tensor in zip(moved, tensors):
         array = tensor.numpy()

@@ -36,7 +36,6 @@ from npu_device._src.training.watching.schedule import (
     can_compare,
     next_look,
 )
-from npu_device._src.training.watching.training_state import unique
 from npu_device._src.world.world import World, value_of
 
 _log = logging.getLogger("npu_device")
@@ -105,7 +104,7 @@ class Audit:
             states = []
             if keeps_order:
                 states = without_partial_sums(compat.optimizer_variables(optimizer, variables))
-            audited = unique([*variables, *states])
+            audited = compat.unique([*variables, *states])
         names = list(map(variable_name, audited))
         if keeps_order:
             by_hand = []

@@ -22,7 +22,7 @@ from npu_device._src.training.watching.schedule import only_building
 
 def training_variables(model: Any) -> list:
     """Return the weights and the state of the optimizers, as far as they exist, in the same order on every rank."""
-    return unique([*weights(model), *optimizer_state(model)])
+    return compat.unique([*weights(model), *optimizer_state(model)])
 
 
 def weights(model: Any) -> list:
@@ -32,7 +32,7 @@ def weights(model: Any) -> list:
     except ValueError:
         # A part of a tf-keras model isn't built.
         variables = compat.variables_of(model)
-    return unique(weight for weight in variables if not compat.is_vocabulary(weight))
+    return compat.unique(weight for weight in variables if not compat.is_vocabulary(weight))
 
 
 def optimizer_state(model: Any) -> list:
@@ -40,7 +40,7 @@ def optimizer_state(model: Any) -> list:
     states: list = []
     for optimizer in optimizers(model):
         states += compat.optimizer_variables(optimizer, weights(model))
-    return unique(states)
+    return compat.unique(states)
 
 
 def optimizers(model: Any) -> list:
@@ -57,7 +57,7 @@ def metrics(model: Any) -> list:
     found = compat.metrics_of(model)
     for node in reachable(model, in_metrics=False):
         found += compat.metrics_in(node)
-    return unique(found)
+    return compat.unique(found)
 
 
 def loose_variables(model: Any) -> list:
@@ -156,12 +156,6 @@ def set_random_states(states: tuple[Any, ...]) -> None:
     # Setting it starts the state anew, also of operations that have begun to draw.
     if compat.random_state() != tensorflow:
         compat.set_random_state(tensorflow)
-
-
-def unique(nodes: Iterable) -> list:
-    """Return things in their order, each of them once."""
-    # By identity, since TensorFlow compares tensors and variables by value.
-    return list({id(node): node for node in nodes}.values())
 
 
 _FRAMEWORKS = "keras tf_keras tensorflow numpy npu_device builtins logging threading wrapt"
