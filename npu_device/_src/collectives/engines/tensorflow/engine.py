@@ -36,7 +36,7 @@ _Move = Callable[[tf.Tensor], tf.Tensor]
 
 
 class TensorFlowEngine:
-    """TensorFlow's collectives; see ``engines.Engine``. The ranks have agreed on a call before."""
+    """TensorFlow's collectives; see ``HostEngine``. The ranks have agreed on a call before."""
 
     def __init__(self, context: EngineContext) -> None:
         self._context = context
