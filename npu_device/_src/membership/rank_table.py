@@ -241,13 +241,13 @@ def load_object(path: str) -> Fields:
     return Fields(path, "", content)
 
 
+@dataclass
 class Fields:
     """One JSON object of a table and its location in the file, so that each error can name the field."""
 
-    def __init__(self, path: str, location: str, content: dict[str, Any]) -> None:
-        self.path = path
-        self.content = content
-        self._location = location
+    path: str
+    _location: str
+    content: dict[str, Any]
 
     def location(self, name: str) -> str:
         """Return the location of a field of this object: ``server_list[0].device[1].rank_id``."""

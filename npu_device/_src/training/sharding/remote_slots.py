@@ -15,6 +15,7 @@ import time
 import weakref
 import zlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Callable, Optional
 
 import numpy as np
@@ -34,6 +35,7 @@ from npu_device._src.world.world import World
 _ID_BITS = 31  # room for the ids of the optimizers of one group
 
 
+@dataclass(eq=False)
 class Share:
     """The owner of a slot, and whether its value has gone to it; an attribute of the optimizer's variable.
 
@@ -43,13 +45,11 @@ class Share:
         weight: the variable whose moving average the slot is; None for any other slot.
     """
 
+    _slots: OptimizerSlots
+    _index: int
+    owner: int
+    is_apart: bool = False
     weight: Any = None
-
-    def __init__(self, slots: OptimizerSlots, index: int, owner: int) -> None:
-        self.owner = owner
-        self.is_apart = False
-        self._slots = slots
-        self._index = index
 
     def read(self, variable: Any) -> tf.Tensor:
         """Return the value of a slot that another rank holds, after the same number of updates as here."""
