@@ -14,7 +14,7 @@ ranks."""
 
 def counted(count: int, noun: str) -> str:
     """Return a number with its noun: ``1 rank``, ``2 ranks``."""
-    return f"{count} {noun}{'' if count == 1 else 's'}"
+    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def shortened(texts: Sequence[str], limit: int, tail: str = "more", separator: str = ", ") -> str:

@@ -180,7 +180,7 @@ def work_of(thread: threading.Thread) -> Work | None:
         # A timer has its function as an attribute.
         target = _target(thread) or getattr(thread, "function", type(thread).run)
         _works[thread] = _described(
-            (), target, [*arguments, *([extra_attributes] if extra_attributes else [])]
+            (), target, [*arguments, *[extra_attributes] * bool(extra_attributes)]
         )
     return _works[thread]
 

@@ -191,7 +191,7 @@ class _LoadCall:
         began = time.monotonic()
         next_line = began + LOAD_NOTICE_SECONDS
         # One rank is enough to tell that all wait.
-        is_first_waiting = self.world.rank == (1 if loading_rank == 0 else 0)
+        is_first_waiting = self.world.rank == int(loading_rank == 0)
         while True:
             try:
                 return self.control.get(self._key_of(loading_rank), LOAD_CHECK_SECONDS)
