@@ -50,7 +50,7 @@ def shard_and_rebatch_dataset(dataset: Any, global_bs: Any) -> tuple[Any, Any]:
     Source: Ascend TF Adapter 2.x, ``npu.distribute.shard_and_rebatch_dataset``.
     """
     job = device.unless_child()
-    process = device.parent_of_this_process() if job is None else job.cluster
+    process = device.cluster_or_parent()
     if process is None:
         return dataset, global_bs
     rank = process.rank
