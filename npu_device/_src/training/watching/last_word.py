@@ -82,9 +82,8 @@ class LastWord:
             # A function knows a variable of Keras by its inner one.
             inner = compat.inner_variable(variable)
             if id(inner) not in noted:
-                forget = functools.partial(noted.pop, id(inner))
                 # A variable that goes takes its note along; ids are used again.
-                reference = weakref.ref(inner, lambda _, forget=forget: forget(None))  # type: ignore[misc]
+                reference = weakref.ref(inner, functools.partial(noted.pop, id(inner)))
                 key = f"{label or self._calls}/{position}"
                 noted[id(inner)] = _Noted(key, reference, variable_name(variable))
             if not label:

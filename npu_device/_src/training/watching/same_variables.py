@@ -143,10 +143,7 @@ class ComparedVariables:
         for variable in variables:
             # A variable that goes takes its note along, since another one may get its id.
             forget = functools.partial(self._references_by_id.pop, id(variable))
-            self._references_by_id[id(variable)] = weakref.ref(
-                variable,
-                lambda _, forget=forget: forget(None),  # type: ignore[misc]
-            )
+            self._references_by_id[id(variable)] = weakref.ref(variable, forget)
 
     def others(self, variables: Sequence) -> list:
         """Return the variables that haven't been compared. In most steps, there are none."""
