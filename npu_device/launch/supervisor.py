@@ -194,7 +194,7 @@ class Supervisor:
             self._check_ended()
         # Ranks that ended may have left children, such as readers of data.
         families = [process for process in self._processes if process.exit and process.reap()]
-        unasked: list[RankProcess] = []
+        unasked = []
         if self._stage < _Stage.ASKED:
             unasked = families
         elif self._stage is _Stage.ASKED:

@@ -181,7 +181,7 @@ class BytesOnRequest:
         while True:
             request = self._move_all(connection.recv_into, bytearray(_REQUEST.size))
             hands_over, *key_numbers = _REQUEST.unpack(request)
-            key: Any = tuple(key_numbers)
+            key = tuple(key_numbers)
             incoming = self._received(connection)
             if hands_over:
                 answer = self._keep_handed(rank, key, incoming)

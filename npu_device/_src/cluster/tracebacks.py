@@ -99,7 +99,7 @@ def parse(lines: Iterable[str]) -> list[PrintedError]:
 
 
 def _blocks(lines: Iterable[str]) -> list[Block]:
-    blocks: list[Block] = []
+    blocks = []
     # Indentation of a frame; the lines that belong to it are indented further, or empty.
     indent = None
     for line in lines:

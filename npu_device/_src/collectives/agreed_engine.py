@@ -92,7 +92,7 @@ class AgreedEngine:
         """Reduce segments as ``all_reduce`` does, and return the results in the same lists: what this rank owns,
         and None for the others. The results have no gradient. ``owners`` are ranks of the group; see ``has_owners``.
         """
-        results: list[list[Optional[tf.Tensor]]] = []
+        results = []
         for segment in segments:
             results.append([None] * len(segment))
         for signature, positions in self._positions_by_signature(segments, wire).items():

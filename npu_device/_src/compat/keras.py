@@ -344,7 +344,7 @@ def optimizer_variables(optimizer: Any, weights: Any) -> list:
 
 def gradient_entries(keras: Any) -> list[tuple[Any, str]]:
     """Return the methods, as class and name, through which gradients enter an optimizer after their reduction."""
-    optimizers: Any = keras.optimizers
+    optimizers = keras.optimizers
     if is_keras_3(keras):
         return [(class_with(optimizers.Optimizer, "apply"), "apply")]
     bases = [cls for cls in optimizers.Optimizer.__mro__[1:] if "apply_gradients" in vars(cls)]
@@ -353,7 +353,7 @@ def gradient_entries(keras: Any) -> list[tuple[Any, str]]:
 
 def loss_scale_entries(keras: Any) -> list[tuple[Any, str]]:
     """Return the methods, as class and name, that take the initial scale of a loss-scale optimizer."""
-    loss_scale_class: Any = keras.mixed_precision.LossScaleOptimizer
+    loss_scale_class = keras.mixed_precision.LossScaleOptimizer
     if is_keras_3(keras):
         return [(loss_scale_class, "__init__")]
     # In tf-keras, the metaclass chooses the class for the optimizer inside.

@@ -377,7 +377,7 @@ def _batch_normalizations() -> list:
     """Return the class of each imported Keras that computes moments."""
     classes = []
     for name in ("keras", "tf_keras"):
-        layers: Any = getattr(sys.modules.get(name), "layers", None)
+        layers = getattr(sys.modules.get(name), "layers", None)
         exported = getattr(layers, "BatchNormalization", None)
         # A Keras that is just being imported lacks the class.
         if exported is not None:

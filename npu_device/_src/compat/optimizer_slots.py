@@ -215,7 +215,7 @@ def clipped_with_all(
     was_set = name in vars(optimizer)
 
     def clip_with_all(_: Any) -> list:
-        clipped: list = gradients
+        clipped = gradients
         if is_legacy:
             clipped = [
                 (gradient, pairs[position][1]) for gradient, position in zip(gradients, positions)

@@ -128,7 +128,7 @@ def clipped_by_norm(
     """Return gradients clipped as ``tf.clip_by_global_norm`` does, bit by bit, given the norms of all ranks."""
     half_squared = tf.reduce_sum(tf.stack(half_squared_norms))
     norm = tf.sqrt(half_squared * tf.constant(2.0, half_squared.dtype))
-    clipped: list = tf.clip_by_global_norm(list(gradients), largest, use_norm=norm)[0]
+    clipped = tf.clip_by_global_norm(list(gradients), largest, use_norm=norm)[0]
     return clipped
 
 

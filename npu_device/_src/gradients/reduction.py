@@ -422,7 +422,7 @@ class ReducedTensors:
         reduced = self._graphs.get(graph, ())
         captured = {id(inside): outside for outside, inside in getattr(graph, "captures", ())}
         for operation in graph.get_operations():
-            sources: set[str] = set()
+            sources = set()
             # What a tape computes is a gradient of this rank, whatever it is computed from.
             if _TAPE in operation.name:
                 sources = {"tape"}

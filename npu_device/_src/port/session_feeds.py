@@ -26,7 +26,7 @@ class Feed(enum.Enum):
 
 def divide_feed(port: Port, call: Any) -> None:
     """Divide what the training step of a session is fed with."""
-    feeds: dict[Any, Feed] = {}
+    feeds = {}
     feed_dict = argument(call, "feed_dict", 1)
     # The dictionary may have a name: feed_dict=feed, where feed = {x: …}
     if feed_dict is not None and dotted(feed_dict):

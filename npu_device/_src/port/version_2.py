@@ -328,7 +328,7 @@ def _broadcast(port: Port, call: Any) -> None:
     is_of_model = False
     if isinstance(variables, cst.Attribute):
         is_of_model = variables.attr.value in WORDS_BY_TOPIC["variables of a model"]
-    names: list = []
+    names = []
     # The variables may belong to a model: model.trainable_variables
     if is_of_model:
         names = [variables.value]

@@ -65,7 +65,7 @@ class Models:
         from npu_device._src import compat
 
         for name in names.intersection(KERAS_PACKAGES):
-            keras: Any = sys.modules[name]
+            keras = sys.modules[name]
             originals = {method: getattr(keras.Model, method) for method in _OF_MODELS}
             self._keras_methods[keras.Model] = originals
             for method, original in originals.items():

@@ -187,7 +187,7 @@ def _train(
     from npu_device._src.training.fit.replica import replicate
     from npu_device._src.verify.projections import projected
 
-    keras: Any = tf.keras
+    keras = tf.keras
     # Seeded, so that weights begin alike in each process.
     keras.utils.set_random_seed(_SEED)
     training = _Training()

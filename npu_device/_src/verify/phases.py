@@ -227,7 +227,7 @@ def _calls_to_reach(reached: set[str]) -> list[str]:
         tree = ast.parse(path.read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError):
         return []
-    missed: list[int] = []
+    missed = []
     for call in ast.walk(tree):
         if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
             continue

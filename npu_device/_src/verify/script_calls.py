@@ -123,7 +123,7 @@ class ScriptCalls:
 
     def _note_adapted(self, layer: Any) -> None:
         attributes = [getattr(layer, name, None) for name in _ADAPTED]
-        state: Any = [np.array(attribute).tolist() for attribute in attributes]
+        state = [np.array(attribute).tolist() for attribute in attributes]
         if hasattr(layer, "get_vocabulary"):
             state = layer.get_vocabulary()
         checksum = zlib.crc32(repr(state).encode())

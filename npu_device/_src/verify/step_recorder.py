@@ -222,7 +222,7 @@ class StepRecorder:
             self._models.append(model)
         inputs = next(iter([*args, *kwargs.values()]), None)
         tensors = list(_tensors(inputs))
-        rows: Any = np.int32(-1)
+        rows = np.int32(-1)
         if compat.are_recorded(tensors):
             # What another model has made isn't a sample.
             rows = np.int32(0)

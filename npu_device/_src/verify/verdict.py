@@ -73,7 +73,7 @@ def judge(runs: Sequence[Sequence[PlannedProcess]]) -> Verdict:
     notes = _notes_of_script(single, runs[0][0].replicates)
     missed = _missed(single, runs[0])
     single_fails = bool(_failure(runs[0][:1]))
-    incomplete: list[tuple[ComparedRun, str, str]] = []  # runs, each with a cause and its text
+    incomplete = []  # runs, each with a cause and its text
     for processes in runs[1:]:
         size = len(processes)
         failure = _failure(processes)
@@ -88,7 +88,7 @@ def judge(runs: Sequence[Sequence[PlannedProcess]]) -> Verdict:
                     f"{size} ranks were left out: the global batch size can't be divided by {size}."
                 )
             continue
-        unfinished: dict[str, bool] = {}
+        unfinished = {}
         if records[0].uses_horovod:
             # Other notes are on what is compared with one process.
             notes = [_HOROVOD]

@@ -62,8 +62,8 @@ class TwoLevelEngine:
         transfers in shared memory run in order, and would otherwise keep the next segment waiting for the network.
         """
         host, _ = self._levels(group)
-        results: list[TensorList] = []
-        reduced: list[TensorList] = []  # reduced between the hosts, and not spread on them yet
+        results = []
+        reduced = []  # reduced between the hosts, and not spread on them yet
         for segment in segments:
             reduced.append(self._reduce(segment, reduction, group, wire))
             if len(reduced) > 1:
@@ -83,8 +83,8 @@ class TwoLevelEngine:
         to its lowest rank.
         """
         host, _ = self._levels(group)
-        results: list[TensorList] = []
-        reduced: list[tuple[TensorList, list[int]]] = []  # not spread yet, as in all_reduce
+        results = []
+        reduced = []  # not spread yet, as in all_reduce
 
         def spread(tensors: TensorList, owners_there: list[int]) -> TensorList:
             # Only tensors that other ranks own are spread: the lowest rank has its own ones already.

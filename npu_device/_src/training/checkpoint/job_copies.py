@@ -123,7 +123,7 @@ class JobCopies:
             return False
         own_state = self._copied.own_state
         own_state.collect()
-        rank_files: dict[str, bytes] = {}
+        rank_files = {}
         problem = None
         try:
             rank_files = own_state.files(folder.own_prefix(self._disk.rank))

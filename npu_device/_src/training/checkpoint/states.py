@@ -99,7 +99,7 @@ class SharedState:
         paths = {}
         for path, variable in self._beside_optimizers().items():
             paths[id(compat.inner_variable(variable))] = path
-        candidates: list = []
+        candidates = []
         for model in self._models():
             candidates += model.trainable_variables
         trained: dict[str, list[str]] = {}
@@ -205,7 +205,7 @@ def with_hidden_random_state(components: Mapping[str, Any]) -> list[str]:
 def _listed(component: Any) -> list:
     """Return variables that tf.train.Checkpoint may miss."""
     if _of_keras_3(component):
-        variables: Any = getattr(component, "variables", ())
+        variables = getattr(component, "variables", ())
         if not isinstance(variables, (list, tuple)):
             return []
         return list(variables)
@@ -228,7 +228,7 @@ def _is_optimizer(component: Any) -> bool:
 
 def variables_of(root: Any, with_optimizers: bool = True) -> dict[str, Any]:
     """Return the variables of a ``tf.train.Checkpoint`` by the paths on which it reaches them."""
-    variables: dict[str, Any] = {}
+    variables = {}
     # Objects refer to each other in circles.
     visited = {id(root)}
     pending = [("", root)]
@@ -281,7 +281,7 @@ class RankState:
 
         Iterators are moved to their places if ``samples`` are what the ranks would have read next after the step.
         """
-        moved: dict[str, Any] = {}
+        moved = {}
         if samples:
             moved = self._iterators()
         lost = next_samples.move_on(world, moved, step, samples)

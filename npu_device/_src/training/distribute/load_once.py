@@ -139,7 +139,7 @@ class _LoadCall:
         """Put a result into memory, and return the note that tells where."""
         indices: dict[Any, int] = {}
         arrays: list[np.ndarray] = []
-        names: list[str] = []
+        names = []
 
         def numbered(array: np.ndarray, name: str) -> np.ndarray:
             require_numbers(array, name)

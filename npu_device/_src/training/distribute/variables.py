@@ -313,7 +313,7 @@ def require_same_state(world: World, layers: Sequence, constants: bool = True) -
 
 def state_of(layer: Any, constants: bool = True) -> State:
     """Return what a layer holds outside variables; see ``require_same_state``."""
-    state: State = {}
+    state = {}
     if hasattr(layer, "get_vocabulary"):
         # Keras returns a copy, which is counted and digested.
         words = list(layer.get_vocabulary())

@@ -208,7 +208,7 @@ class Saves:
             if outcome is not None:
                 return outcome
             if self._job.health.has_left(writer):
-                outcomes: dict[str, _SaveOutcome] = {}
+                outcomes = {}
                 with contextlib.suppress(TimeoutError):
                     outcomes = json.loads(
                         self._job.control.get(

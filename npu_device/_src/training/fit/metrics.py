@@ -97,7 +97,7 @@ class Metrics:
 
         Other logs are None. The second list has the indices of logs that can't be computed again.
         """
-        results: list = []
+        results = []
         lost = []
         for index, log in enumerate(logs):
             recorded = self._recorded(log)
@@ -245,7 +245,7 @@ def numbers_given(step: CurrentStep, name: str, args: Any, kwargs: Any) -> Any:
 
 def note_numbers(step: CurrentStep, metrics: Sequence, replaced: Replaced) -> list:
     """Have a step note the numbers that it gives to metrics; return a list that the metrics' results are put into."""
-    results: list = []
+    results = []
 
     def note(name: str, update_state: Callable, *args: Any, **kwargs: Any) -> Any:
         numbers_given(step, name, args, kwargs)

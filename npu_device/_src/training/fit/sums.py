@@ -57,7 +57,7 @@ class CheckedStep(NamedTuple):
 
 def set_sums(context: StepContext, sums_of_ranks: Sequence[IsSum]) -> None:
     """Take numbers for sums or means of which the ranks have found this; if they differ, as the first of them has."""
-    numbers: IsSum = {}
+    numbers = {}
     # The first rank is the last to update, so that it decides where the ranks differ.
     for sums in reversed(sums_of_ranks):
         numbers.update(sums)

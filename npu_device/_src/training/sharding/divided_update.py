@@ -227,7 +227,7 @@ class DividedUpdate:
                 # Keras warns of variables without a gradient, on each rank.
                 without_gradient = set(range(len(variables))) - set(with_gradient)
                 applied_indices = sorted(without_gradient.union(share))
-                own_gradients: list[Gradient] = []
+                own_gradients = []
                 for index in applied_indices:
                     gradient = None
                     if index not in without_gradient:

@@ -195,7 +195,7 @@ class AppliedGradients:
         """Return a function that compares the step of a number, and returns the number of the next step to compare."""
         is_eager = tf.executing_eagerly()
         pair = self._pop_pair(step)
-        variables: list[tuple[int, str]] = []
+        variables = []
         # Only some are unreduced: the others were reduced.
         if len(unreduced) < len(step.gradients):
             ids = set(map(id, unreduced))

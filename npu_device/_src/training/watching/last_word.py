@@ -142,7 +142,7 @@ class LastWord:
             variable = noted.reference()
             if variable is not None:
                 variables[noted.key] = (variable, noted.name)
-        of_optimizers: set[int] = set()
+        of_optimizers = set()
         for key, references in self._optimizers.items():
             optimizer, *trained = [reference() for reference in references]
             if optimizer is None or any(variable is None for variable in trained):

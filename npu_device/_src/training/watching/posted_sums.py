@@ -96,7 +96,7 @@ class PostedSums:
         posts_of_all = self._post(watched, signature, step, sums)
         if earlier is None:
             return next_look(step, step)
-        sums_by_rank: SumsByRank = {}
+        sums_by_rank = {}
         for rank, posts in enumerate(posts_of_all):
             # Only sums of the same step can be compared.
             sums_by_rank[rank] = [post[1] for post in posts if post[0] == earlier.step]

@@ -99,7 +99,7 @@ class Audit:
         myself = weakref.ref(self)
         is_off = self._is_off
         keeps_order = optimizer is not None
-        audited: list = []
+        audited = []
         if not is_off:
             states = []
             if keeps_order:

@@ -37,7 +37,7 @@ def weights(model: Any) -> list:
 
 def optimizer_state(model: Any) -> list:
     """Return the variables of the model's optimizers: steps, slots, averages, learning rates and loss scales."""
-    states: list = []
+    states = []
     for optimizer in optimizers(model):
         states += compat.optimizer_variables(optimizer, weights(model))
     return compat.unique(states)
@@ -170,7 +170,7 @@ def reachable(model: Any, in_metrics: bool = True) -> Iterator:
     any metrics without ``in_metrics``.
     """
     waiting = deque([model])
-    visited: dict[int, Any] = {}
+    visited = {}
     while waiting:
         node = waiting.popleft()
         if id(node) not in visited:

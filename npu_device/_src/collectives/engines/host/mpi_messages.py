@@ -178,7 +178,7 @@ def open_world(context: EngineContext, wanted: bool, on_exit: OnExit) -> Sequenc
     if not any(problems):
         problems = gather("mpi/started", _start(context, on_exit))
     if not any(problems):
-        mpi: Any = importlib.import_module("mpi4py.MPI")
+        mpi = importlib.import_module("mpi4py.MPI")
         comm = mpi.COMM_WORLD.Split(0, context.cluster.rank)
         # By default, MPI ends all ranks at an error, without naming the group.
         comm.Set_errhandler(mpi.ERRORS_RETURN)
@@ -205,7 +205,7 @@ def _problem(context: EngineContext, wanted: bool) -> str:
     if importlib.util.find_spec("mpi4py") is None:
         return "mpi4py isn't installed"
     try:
-        mpi4py: Any = importlib.import_module("mpi4py")
+        mpi4py = importlib.import_module("mpi4py")
         if "mpi4py.MPI" not in sys.modules:
             # Without this, the import would start MPI, and wait for ranks on which it may fail.
             mpi4py.rc.initialize = False
@@ -218,7 +218,7 @@ def _problem(context: EngineContext, wanted: bool) -> str:
 
 def _start(context: EngineContext, on_exit: OnExit) -> str:
     """Start MPI on all ranks; return the problem, "" if there is none."""
-    mpi: Any = importlib.import_module("mpi4py.MPI")
+    mpi = importlib.import_module("mpi4py.MPI")
     starts = not mpi.Is_initialized()
     if starts:
         mpi.Init_thread(mpi.THREAD_MULTIPLE)

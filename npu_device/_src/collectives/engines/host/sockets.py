@@ -353,7 +353,7 @@ class SmallMessages(SocketMesh):
     def _gather(self, row: bytes) -> Generator[SocketMessage, None, list[bytes]]:
         """Return all members' rows, by member, given this member's; they have the same length on all."""
         rows = [row]  # rows of this member, of the one before it, and so on
-        sent: list[SocketMessage] = []
+        sent = []
         while len(rows) < self.size:
             distance = len(rows)
             count = min(distance, self.size - distance)

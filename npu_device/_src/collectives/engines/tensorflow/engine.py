@@ -70,7 +70,7 @@ class TensorFlowEngine:
         self, tensors: Tensors, root: int, group: Group, terms: Terms = AGREED
     ) -> TensorList:
         """Return the root's tensors on every rank, in few large transfers; all have the same shapes and dtypes."""
-        results: TensorList = []
+        results = []
         for transfer in _transfers(tensors):
             words = pack_words(transfer)
             received = _with_an_element(

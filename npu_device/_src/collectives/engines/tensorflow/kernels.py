@@ -217,7 +217,7 @@ class Kernels:
         # The CPU computes the keys, also of a collective between GPUs.
         with tf.device(cpu):
             key = sequence.draw(call, tensor.dtype, shape)
-        tokens: list[tf.Tensor] = []
+        tokens = []
         if not tf.executing_eagerly():
             # In a tf.function TensorFlow serializes stateful operations without a resource, and those on the same
             # resource. On the CPU neighbouring collectives get different resources, so that none waits for another.
