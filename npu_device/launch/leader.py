@@ -74,7 +74,7 @@ class Leader:
         self._all = set(range(launch.options.nnodes))
         self._expected = self._all
         self._attempt = AttemptRecord(0, ())  # the newest one
-        self._running: set[int] = set()
+        self._running = set[int]()
         self._is_stopping = False
         self._deadline: float | None = None
         self._is_leaving = False  # this node has been taken away

@@ -35,7 +35,7 @@ class Console:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._broken: set[int] = set()
+        self._broken = set[int]()
         self._ending_since: float | None = None
 
     def write(self, fd: int, output: bytes) -> None:
@@ -91,7 +91,7 @@ class Pump:
         rank: int | None = None,
         log: BinaryIO | None = None,
     ) -> None:
-        self.tail: deque[bytes] = deque(maxlen=_TAIL_LINES)
+        self.tail = deque[bytes](maxlen=_TAIL_LINES)
         self._pipe = pipe
         self._console = console
         self._fd = fd

@@ -57,8 +57,8 @@ class BytesOnRequest:
         self._asking = threading.Lock()
         # What other ranks have handed over: by the first two numbers of a key, the third number and the bytes.
         self._handed: dict[tuple[int, int], tuple[int, bytearray]] = {}
-        self._ended_ranks: set[int] = set()  # they have handed their bytes over
-        self._silent_ranks: set[int] = set()  # they have left and don't answer
+        self._ended_ranks = set[int]()  # they have handed their bytes over
+        self._silent_ranks = set[int]()  # they have left and don't answer
         self._is_ending = False
         self._has_ended = threading.Event()
         self._answers_after_end = False  # after its end, until the others have ended

@@ -237,7 +237,7 @@ def full_name_of_this_host(seconds: float) -> str:
 
 def _in_time(look_up: Callable[[], list], seconds: float) -> list:
     # The resolver of the system can block for much longer, and ignores Ctrl-C: it has a thread, which ends on its own.
-    answer: Future[list] = Future()
+    answer = Future[list]()
 
     def set_answer() -> None:
         try:

@@ -46,11 +46,11 @@ class Peers:
         self._endpoints: dict[int, tuple[int, str]] = {}  # each rank's port and token
         self._owning = threading.Lock()
         self._arrival = threading.Condition()
-        self._arrived: defaultdict[tuple[int, int], deque[socket.socket]] = defaultdict(deque)
+        self._arrived = defaultdict[tuple[int, int], deque[socket.socket]](deque)
         # By stream, for connections that aren't accepted, the queues of the threads that serve them.
         self._served: dict[int, SimpleQueue[tuple[int, socket.socket]]] = {}
         # Replaced, never changed, so that another thread may iterate over it.
-        self.owned_connections: frozenset[socket.socket] = frozenset()
+        self.owned_connections = frozenset[socket.socket]()
         myself = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _close_in_fork(myself()))
 
@@ -66,7 +66,7 @@ class Peers:
         """Let a function serve the connections of other ranks for a stream, one of each rank, in a thread, given the
         rank.
         """
-        waiting: SimpleQueue[tuple[int, socket.socket]] = SimpleQueue()
+        waiting = SimpleQueue[tuple[int, socket.socket]]()
 
         def serve_one_by_one() -> None:
             while True:

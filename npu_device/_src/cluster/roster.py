@@ -152,7 +152,7 @@ class Roster:
         # Several arrivals of one key are a contradiction.
         self._arrivals: dict[_Key, list[Arrival]] = {}
         self._departures: dict[_Key, Arrival] = {}
-        self._signatures: Counter[tuple] = Counter()
+        self._signatures = Counter[tuple]()
         self._strangers: dict[str, None] = {}  # ranks of other jobs, as lines of the error
         self._unknown_clients: dict[str, str] = {}
         self.reference: Hello | None = None

@@ -70,7 +70,7 @@ class Services:
         self._collections: dict[_Key, _Collection] = {}
         # The ranks whose script has ended, each with the calls that it issued, as JSON.
         self._departures: dict[int, str] = {}
-        self._absent: set[int] = set()
+        self._absent = set[int]()
         self._unreported_departures: list[int] = []
         self._unreported_losses: list[int] = []
         self._failing = False

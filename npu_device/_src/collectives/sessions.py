@@ -67,9 +67,7 @@ class SessionCollectives:
         self.held: dict[Group, Row | None] = {}
         self._queues_of_groups: dict[Group, SessionQueue] = {}
         self._lock = threading.Lock()
-        self._counts: weakref.WeakKeyDictionary[tf.Graph, Counter[Group]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._counts = weakref.WeakKeyDictionary[tf.Graph, Counter[Group]]()
 
     def add(self, collective: InSession) -> list[tf.Tensor]:
         """Add a collective to the session's graph; return its results."""

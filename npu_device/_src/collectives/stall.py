@@ -62,9 +62,7 @@ class StallWatch:
 
     def _run(self) -> None:
         # Kept by the object that counts, since a group that is destroyed and made again has a new one.
-        since: weakref.WeakKeyDictionary[Count, tuple[int, float, bool]] = (
-            weakref.WeakKeyDictionary()
-        )
+        since = weakref.WeakKeyDictionary[Count, tuple[int, float, bool]]()
         while not self._health.is_over:
             self._health.stop_if_missing(self._counts.waiting())
             for group, count in self._counts.of_all():

@@ -161,7 +161,7 @@ class Work:
 IDLE = Work("idle", "", 0, True)
 """The work of a thread of a pool that has none."""
 
-_works: weakref.WeakKeyDictionary[threading.Thread, Work] = weakref.WeakKeyDictionary()
+_works = weakref.WeakKeyDictionary[threading.Thread, Work]()
 
 
 def work_of(thread: threading.Thread) -> Work | None:

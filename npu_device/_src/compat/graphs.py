@@ -298,7 +298,7 @@ def computed_again(tensor: Any, replacements: Mapping[str, Any]) -> Any:
 
     Returns None if it doesn't depend on those, or takes an operation that draws numbers or has an effect.
     """
-    copies: dict[str, Any] = dict(replacements)
+    copies = dict[str, Any](replacements)
     sources = tensors_behind([tensor], lambda source: source.name in replacements)
     operation_names = {source.op.name for source in sources}
     # Operations stand in the order in which they were created, so that inputs come first.

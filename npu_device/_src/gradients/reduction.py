@@ -379,8 +379,8 @@ class ReducedTensors:
 
     def __init__(self) -> None:
         self.calls = 0
-        self._eager: deque[weakref.ref[Any]] = deque(maxlen=_LATEST)
-        self._graphs: weakref.WeakKeyDictionary[tf.Graph, set[str]] = weakref.WeakKeyDictionary()
+        self._eager = deque[weakref.ref[Any]](maxlen=_LATEST)
+        self._graphs = weakref.WeakKeyDictionary[tf.Graph, set[str]]()
 
     def add(self, reduced: Iterable) -> None:
         self.calls += 1

@@ -46,11 +46,11 @@ def _dense(tensor: Any) -> tf.Tensor:
 def _operations_needed(targets: Sequence[tf.Operation]) -> list[int]:
     """Return the number of operations on which each target depends."""
     # Every operation gets a set of the targets that depend on it, as the bits of an integer.
-    dependents: defaultdict[tf.Operation, int] = defaultdict(int)
+    dependents = defaultdict[tf.Operation, int](int)
     for position, target in enumerate(targets):
         dependents[target] |= 1 << position
     # Most operations share their set with others: they are counted by sets, and the sets by targets.
-    counts: Counter[int] = Counter()
+    counts = Counter[int]()
     for operation in _consumers_first(targets):
         bits = dependents[operation]
         counts[bits] += 1

@@ -59,13 +59,13 @@ class Phases:
         self._record = record
         self._lock = lock
         self._classes: dict[str, str] = {}  # the class of each optimizer
-        self._totals: Counter[str] = Counter()  # steps of each optimizer
-        self._steps: Counter[tuple[str, Stack]] = Counter()  # steps of each phase
+        self._totals = Counter[str]()  # steps of each optimizer
+        self._steps = Counter[tuple[str, Stack]]()  # steps of each phase
         # The optimizers that each model has in fit.
-        self._optimizers: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+        self._optimizers = weakref.WeakKeyDictionary[Any, set[str]]()
         self._fits: list[_Fit] = []
         # Epochs that have ended, by the line that calls ``fit``, which may do so in a loop.
-        self._epochs: Counter[Stack] = Counter()
+        self._epochs = Counter[Stack]()
         # Steps of each optimizer that the single process has recorded.
         self._single_steps: Optional[Counter[str]] = None
         self._is_closed = False

@@ -41,7 +41,7 @@ class ScriptCalls:
         self._lock = lock
         self._before_step: list[RecordedCall] = []  # calls since the last step, made or traced
         # The lines that shuffle without a seed, by the dataset.
-        self._unseeded: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        self._unseeded = weakref.WeakKeyDictionary[Any, str]()
         tf.random.set_seed(seed)
         tf.compat.v1.get_default_graph().seed = seed
         wrap(tf.Graph, "__init__", after(self._seed_graph))

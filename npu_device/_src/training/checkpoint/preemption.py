@@ -58,7 +58,7 @@ class Preemption:
         self._steps = 0
         self._holds_at: int | None = None
         # Ranks that have asked for a step and not yet told which one it is.
-        self._asking: set[str] = set()
+        self._asking = set[str]()
         self._last_step: int | None = None
         self._deadline: float | None = None
         self._code = 128 + stop_signal

@@ -17,7 +17,7 @@ from npu_device._src.wording import INDIVISIBLE
 
 _log = logging.getLogger("npu_device")
 _SEEDS_COMPARED = 100  # most datasets whose seeds are compared
-_global_batches: set[int] = set()
+_global_batches = set[int]()
 
 
 def shard_and_rebatch_dataset(dataset: Any, global_bs: Any) -> tuple[Any, Any]:

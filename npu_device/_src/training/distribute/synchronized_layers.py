@@ -99,9 +99,9 @@ class SynchronizedLayers:
         self._replica_context: Any = None  # TensorFlow's context, with a method of ours
         self._end_of_notes: Any = None  # ends the notes of casts
         self._searches = 0
-        self._traced: weakref.WeakKeyDictionary[Any, list[str]] = weakref.WeakKeyDictionary()
-        self._checked: set[tuple[int, str]] = set()
-        self._told: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._traced = weakref.WeakKeyDictionary[Any, list[str]]()
+        self._checked = set[tuple[int, str]]()
+        self._told = weakref.WeakSet[Any]()
 
     def find(self, group: str) -> None:
         """Have layers normalize over a group: all that exist, and all that are called later, in any thread.

@@ -158,7 +158,7 @@ class Saves:
             outcome = self._outcome(path, moment)
             if outcome is not None:
                 return outcome
-            answer: Future[_SaveOutcome] = Future()
+            answer = Future[_SaveOutcome]()
             # This replaces a question for which the rank no longer waits.
             self._asked[rank] = (path, moment, answer)
         return answer

@@ -17,7 +17,7 @@ _COMPARING = "circle"
 """The function of Keras whose value for a sample depends on the other samples of the batch."""
 
 # By metric, and there by the types of the arguments, since eager steps would trace the function again and again.
-_known: weakref.WeakKeyDictionary[Any, dict[Any, bool]] = weakref.WeakKeyDictionary()
+_known = weakref.WeakKeyDictionary[Any, dict[Any, bool]]()
 
 
 def gives_values_of_samples(metric: Any, y_true: Any = None, y_pred: Any = None, **_: Any) -> bool:

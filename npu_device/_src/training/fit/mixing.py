@@ -80,7 +80,7 @@ def values_of_samples(graph: Any) -> list:
     for operation in filter(_is_by_tape, operations):
         inputs_of_tapes += operation.inputs
     used = {tensor.op.name for tensor in compat.tensors_behind(inputs_of_tapes)}
-    of_gradients: set[str] = set()
+    of_gradients = set[str]()
     tensors: list = []
     for operation in operations:
         sources = {tensor.op.name for tensor in operation.inputs}

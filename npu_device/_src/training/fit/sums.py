@@ -101,7 +101,7 @@ def checked_step(context: StepContext, samples: Samples, is_repeated: bool) -> C
 
     If it is repeated, the gradients must be the same twice, and it is seen what rounding changes.
     """
-    added_names: set[str] = set()
+    added_names = set[str]()
     while True:
         added = dict.fromkeys(added_names, True)
         # The added numbers change what the step computes, and so it is traced anew.

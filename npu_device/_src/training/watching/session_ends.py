@@ -48,9 +48,9 @@ class SessionEnds:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._graphs: weakref.WeakKeyDictionary[Any, _Variables] = weakref.WeakKeyDictionary()
+        self._graphs = weakref.WeakKeyDictionary[Any, _Variables]()
         # The ranks build the same graphs in the same order, and so give them the same numbers.
-        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._numbers = weakref.WeakKeyDictionary[Any, int]()
         self._next_number = itertools.count(1)
 
     def add(self, variables: Sequence) -> None:

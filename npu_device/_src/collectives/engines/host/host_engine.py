@@ -461,7 +461,7 @@ def _of_graph(finished: Finished) -> list:
     return [np.int64(ended_at), *results]
 
 
-_waiting: weakref.WeakSet[tf.Operation] = weakref.WeakSet()
+_waiting = weakref.WeakSet[tf.Operation]()
 
 
 def _waited_for(

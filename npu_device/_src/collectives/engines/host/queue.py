@@ -91,7 +91,7 @@ class HostQueue:
         self._background_from = background_from
         # The channel is made at the first transfer, since members may never use a group that they made.
         self.channel: Channel | None = None
-        self._queue: deque[StartedTransfer] = deque()
+        self._queue = deque[StartedTransfer]()
         # Counts all transfers, so that the thread that advances them notices new ones.
         self._arrivals = 0
         # Held by the only thread that advances the channel at this moment.

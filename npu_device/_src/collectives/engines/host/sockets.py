@@ -67,7 +67,7 @@ class Direction:
         self.sends = sends
         # Set once, before the first message; a send or receive never blocks.
         self.connection: socket.socket
-        self.messages: deque[SocketMessage] = deque()
+        self.messages = deque[SocketMessage]()
         # Why the connection has ended. That is an error only for those who still wait for a message: the other member
         # may have destroyed the group after its last one.
         self.lost: str | None = None

@@ -51,9 +51,7 @@ class KeySequence:
         # The first key of the ring of each signature, and how many were drawn.
         self._drawn: dict[Hashable, list[int]] = {}
         # The names of the collectives of each graph, by kind and dtype.
-        self._names: weakref.WeakKeyDictionary[tf.Graph, defaultdict[Hashable, list[str]]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._names = weakref.WeakKeyDictionary[tf.Graph, defaultdict[Hashable, list[str]]]()
 
     def draw(self, call: Hashable, dtype: tf.DType, shape: tf.TensorShape | tf.Tensor) -> tf.Tensor:
         """Return the next key, int32, for what TensorFlow remembers with a key: the collective and its root (``call``),
