@@ -194,7 +194,6 @@ class Terms(NamedTuple):
 
 
 def _refuse(position: int) -> Exception:
-    del position
     return RuntimeError("the ranks of a group called different collectives")
 
 

@@ -40,9 +40,8 @@ class Scale(enum.Enum):
     SHARED = enum.auto()  # the same on all ranks, whatever the samples
     COUNT = enum.auto()  # the number of samples of the rank
     REPLICAS = enum.auto()  # a number of which the number of ranks is a factor
-    DEVICES = (
-        enum.auto()
-    )  # the same for a number that may be the number of ranks, and what it changes
+    # The same for a number that may be the number of ranks, and what it changes.
+    DEVICES = enum.auto()
     UNKNOWN = enum.auto()
 
 

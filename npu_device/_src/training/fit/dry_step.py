@@ -176,11 +176,9 @@ class DryStep:
             return optimizer.iterations
 
         def apply(original: Any, grads: Any, trainable_variables: Any = None) -> Any:
-            del original
             return record(grads, compat.variables_to_update(optimizer, trainable_variables))
 
         def apply_gradients(original: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
-            del original, args, kwargs
             pairs = list(grads_and_vars)
             gradients = [gradient for gradient, _ in pairs]
             return record(gradients, [variable for _, variable in pairs])
@@ -322,7 +320,6 @@ class _VirtualRanks:
         return differentiable([total], backward, [tensor])[0]
 
     def gather(self, tensor: tf.Tensor, purpose: str = "") -> tf.Tensor:
-        del purpose
         gathered = self._exchange(tensor, joins=True)
         if not tensor.dtype.is_floating:
             return gathered

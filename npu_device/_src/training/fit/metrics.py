@@ -305,7 +305,6 @@ def _computed_part(compute: Callable[[], Any], key: Any) -> Any:
 
 
 def _refuse_reset(name: str, reset_state: Callable[[], None]) -> None:
-    del reset_state
     raise RuntimeError(
         f"a step of a replicated model called reset_state of its metric {name!r}; the increments that all ranks have "
         "made in the step could not be added up then.\nWhat to do: reset it between steps, in a callback."
