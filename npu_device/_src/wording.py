@@ -4,7 +4,7 @@ read back.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 MOST_RANKS = 1 << 16  # more than any job has
 INDIVISIBLE = "the global batch size must be divisible by the number of ranks"
@@ -14,7 +14,15 @@ ranks."""
 
 def counted(count: int, noun: str) -> str:
     """Return a number with its noun: ``1 rank``, ``2 ranks``."""
-    return f"{count} {noun}{'' if count == 1 else 's'}"
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
+def shortened(texts: Sequence[str], limit: int, tail: str = "more", separator: str = ", ") -> str:
+    """Return the first texts of a list, and the number of the others: ``a, b and 3 more``."""
+    text = separator.join(texts[:limit])
+    if len(texts) > limit:
+        text += f" and {len(texts) - limit} {tail}"
+    return text
 
 
 def amount(size: int) -> str:

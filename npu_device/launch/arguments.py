@@ -221,7 +221,7 @@ def _take_from_platform(namespace: argparse.Namespace) -> None:
     Not the number of ranks per node: ``PET_NPROC_PER_NODE`` is the number of CPUs there.
     """
     variable = "SKYPILOT_NUM_NODES"
-    settings: dict[str, Any] = {}
+    settings = {}
     if environment.PET_NNODES.get() is not None:
         variable = "PET_NNODES"
         settings = {

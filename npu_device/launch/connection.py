@@ -9,13 +9,13 @@ import shlex
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Sequence
 
 from npu_device._src import environment
 from npu_device._src.cluster import handshake
 from npu_device._src.cluster.time_limits import HOST_NAME_SECONDS
 from npu_device._src.membership.interfaces import interface_of
+from npu_device._src.threads import start_thread
 from npu_device.launch.arguments import LOOPBACK
 from npu_device.launch.events import Events, HostClosed, HostReported
 from npu_device.launch.output import Console, Pump
@@ -92,7 +92,7 @@ class Connection:
             Pump(self._process.stdout, console, 1),
             ReportPump(self._process.stderr, console, name, self._report),
         ]
-        threading.Thread(target=self._wait, daemon=True).start()
+        start_thread("npurun-host", self._wait)
 
     def _report(self, report: Report) -> None:
         self._events.put(HostReported(self._node, report))

@@ -58,7 +58,7 @@ def _main() -> None:
     # A scheduler may signal all processes of a job (Slurm); the guard ends after the launcher.
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signum, signal.SIG_IGN)
-    groups: set[int] = set()
+    groups = set()
     # The loop ends without "done" only if the launcher has died.
     for line in sys.stdin:
         if line.strip() == _DONE:

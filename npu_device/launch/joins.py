@@ -35,7 +35,7 @@ class Joins:
         self._is_allowed = launch.options.takes_nodes
         self._count = 0  # how often the job has changed its size for a node
         self._next_request = 0.0  # when the ranks may be asked again
-        self._joined: set[int] = set()  # nodes of this attempt that the one before hadn't
+        self._joined = set[int]()  # nodes of this attempt that the one before hadn't
         self._joined_at = 0.0
         # How long a node that fails soon after it joined is kept out, and until when.
         self._pauses: dict[int, float] = {}

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import queue
 import socket
-import threading
 import time
 import traceback
 from collections.abc import Iterable
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 
 from npu_device._src.cluster import ports, time_limits as limits
 from npu_device._src.cluster.rank_errors import RESUMABLE
+from npu_device._src.threads import start_thread
 from npu_device._src.version import __version__
 from npu_device._src.wording import ranges
 from npu_device.launch import last_copy
@@ -74,12 +74,11 @@ class Leader:
         self._all = set(range(launch.options.nnodes))
         self._expected = self._all
         self._attempt = AttemptRecord(0, ())  # the newest one
-        self._running: set[int] = set()
+        self._running = set[int]()
         self._is_stopping = False
         self._deadline: float | None = None
         self._is_leaving = False  # this node has been taken away
         self._signal: int | None = None
-        self._thread = threading.Thread(target=self._run, name="npurun-leader", daemon=True)
 
     @property
     def address(self) -> str:
@@ -91,8 +90,8 @@ class Leader:
 
     def __enter__(self) -> Leader:
         serve(self._listener, self._launch.secret, self._serve)
-        self._thread.start()
-        threading.Thread(target=self._say_alive, name="npurun-alive", daemon=True).start()
+        self._thread = start_thread("npurun-leader", self._run)
+        start_thread("npurun-alive", self._say_alive)
         return self
 
     def __exit__(self, *_: object) -> None:

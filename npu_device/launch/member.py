@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import signal
-import threading
 import time
 from typing import NoReturn
 
 from npu_device._src.cluster.rank_errors import RESUMABLE
 from npu_device._src.cluster.time_limits import NODE_PAUSE_SECONDS, NODE_SILENT_SECONDS
+from npu_device._src.threads import start_thread
 from npu_device._src.version import __version__
 from npu_device.launch import last_copy, ledger
 from npu_device.launch.attempt import Attempt
@@ -178,9 +178,7 @@ class Member:
                 copies=self._neighbour.port,
             )
         )
-        threading.Thread(
-            target=self._receive, args=(link,), name="npurun-member", daemon=True
-        ).start()
+        start_thread("npurun-member", self._receive, link)
 
     def _reach_leader(self, seconds: float) -> Link:
         deadline = time.monotonic() + seconds

@@ -22,6 +22,7 @@ from npu_device._src.cluster.time_limits import (
     NODE_CONNECT_SECONDS,
 )
 from npu_device._src.environment import NPU_DEVICE_PORT_RANGE
+from npu_device._src.threads import start_thread
 from npu_device._src.training.checkpoint.memory_slots import SLOTS, Key, Memory, Slot, identity
 
 _OF_COPIES = b" copies"  # part of what both prove, so that npuruns take each other for nothing else
@@ -54,15 +55,13 @@ class Neighbour:
         self._is_told = False
         self._has_ended = threading.Event()
         self._taking = threading.Lock()
-        serving = self._listener, self._secret, self._receive_copy
-        self._threads = [
-            threading.Thread(target=handshake.serve, args=serving, daemon=True),
-            threading.Thread(target=self._send_all, daemon=True),
-        ]
 
     def __enter__(self) -> Neighbour:
-        for thread in self._threads:
-            thread.start()
+        serving = self._listener, self._secret, self._receive_copy
+        self._threads = [
+            start_thread("npurun-serve", handshake.serve, *serving),
+            start_thread("npurun-send", self._send_all),
+        ]
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import re
 import socket
 import threading
 import time
@@ -16,9 +15,9 @@ from typing import Any, Callable
 
 from npu_device._src.cluster import frames, handshake, ports
 from npu_device._src.cluster.time_limits import NODE_CONNECT_SECONDS
+from npu_device._src.threads import start_thread
 from npu_device.launch.failures import Failure
 
-_LARGEST = 1e10  # numbers, and times in seconds since the epoch
 _OF_NODES = b" nodes"  # part of what both prove, so that ranks and nodes don't take each other for their own kind
 
 # Messages to node 0
@@ -35,7 +34,7 @@ class Hello:
     count: int  # number of the next attempt, as far as the node knows
     nodes: Sequence[int]  # nodes of the newest attempt
     # Port where the node takes copies in memory. Other versions, whose difference is an error, have none.
-    copies: int | None
+    copies: int | None = None
 
 
 @dataclass(frozen=True)
@@ -153,10 +152,11 @@ class Link:
 
     def messages(self) -> Iterator[Any]:
         """Yield messages until the other side closes, or breaks the protocol; then this side, as half may be lost."""
-        with contextlib.suppress(OSError, frames.FrameError, KeyError):
+        with contextlib.suppress(OSError, *frames.WRONG_FORM):
             for fields in self._reader.messages(self.connection):
                 self.received_at = time.monotonic()
-                yield _message(_MESSAGES[str(fields.get("do"))], fields)
+                message_type = _MESSAGES[str(fields.get("do"))]
+                yield frames.checked(message_type, fields, Failure=Failure)
         self.is_lost = True
         self.close()
 
@@ -173,37 +173,6 @@ class Link:
         self.connection.close()
 
 
-def _message(message_type: type[Any], fields: Any) -> Any:
-    """Return a message of a type, since its fields are used unchecked; FrameError if they don't have its forms."""
-    if not isinstance(fields, dict):
-        raise frames.FrameError("no fields")
-    checked = {}
-    # Fields that only another version knows are left out.
-    for field in dataclasses.fields(message_type):
-        checked[field.name] = _checked(fields.get(field.name), str(field.type))
-    return message_type(**checked)
-
-
-def _checked(content: Any, form: str) -> Any:
-    """Return the content of a field if it has the form that the annotation names, or raise FrameError."""
-    form, _, alternative = form.partition(" | ")
-    if content is None and alternative:
-        return None
-    if form == "Failure":
-        return _message(Failure, content)
-    inner_types = re.fullmatch(r"Sequence\[(.*)\]", form)
-    if inner_types and isinstance(content, list):
-        return [_checked(inner, inner_types[1]) for inner in content]
-    name = type(content).__name__
-    # JSON writes a float without a fraction as an integer.
-    if name != form and (name, form) != ("int", "float"):
-        raise frames.FrameError(f"{name} instead of {form}")
-    # This comparison refuses NaN, too.
-    if name in ("int", "float") and not abs(content) < _LARGEST:
-        raise frames.FrameError("too large a number")
-    return content
-
-
 def reach(address: tuple[str, int], secret: bytes) -> Link:
     """Connect to node 0, or raise OSError."""
     return Link(handshake.reach(*address, NODE_CONNECT_SECONDS, secret + _OF_NODES))
@@ -212,6 +181,4 @@ def reach(address: tuple[str, int], secret: bytes) -> Link:
 def serve(listener: socket.socket, secret: bytes, joined: Callable[[Link], None]) -> None:
     """Let other nodes connect to node 0 until the listener is shut down; call ``joined`` in a thread for each."""
     serving = listener, secret + _OF_NODES, lambda line, _: joined(Link(line))
-    threading.Thread(
-        target=handshake.serve, args=serving, name="npurun-accept", daemon=True
-    ).start()
+    start_thread("npurun-accept", handshake.serve, *serving)

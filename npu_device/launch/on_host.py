@@ -12,13 +12,13 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
 
 from npu_device._src.cluster.roster import parent_and_start, start_time
 from npu_device._src.cluster.time_limits import KILL_SECONDS, NODE_STOP_SECONDS, SWEEP_SECONDS
+from npu_device._src.threads import start_thread
 from npu_device.launch import argument_types, checking, launcher
 from npu_device.launch.arguments import Options
 from npu_device.launch.member import NodeLeavesError
@@ -48,7 +48,7 @@ def main() -> None:
         reporter.console.say(problem)
         sys.exit(FAILED)
     reporter.tell(RUNNING)
-    threading.Thread(target=_obey, args=(lines, options, reporter), daemon=True).start()
+    start_thread("npurun-orders", _obey, lines, options, reporter)
     sys.exit(_run(options, reporter))
 
 

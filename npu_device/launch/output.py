@@ -20,6 +20,7 @@ from collections import deque
 from typing import IO, BinaryIO
 
 from npu_device._src.cluster.time_limits import READER_SECONDS, REFRESH_SECONDS, TICK_SECONDS
+from npu_device._src.threads import start_thread
 
 _COLOURS = (36, 33, 35, 32, 34, 31)  # cyan, yellow, magenta, green, blue, red
 _BLOCK_BYTES = 1 << 16
@@ -34,7 +35,7 @@ class Console:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._broken: set[int] = set()
+        self._broken = set[int]()
         self._ending_since: float | None = None
 
     def write(self, fd: int, output: bytes) -> None:
@@ -90,7 +91,7 @@ class Pump:
         rank: int | None = None,
         log: BinaryIO | None = None,
     ) -> None:
-        self.tail: deque[bytes] = deque(maxlen=_TAIL_LINES)
+        self.tail = deque[bytes](maxlen=_TAIL_LINES)
         self._pipe = pipe
         self._console = console
         self._fd = fd
@@ -102,8 +103,7 @@ class Pump:
         self._bar_is_written = False  # a bar is written, and its line hasn't ended
         self._bar_written_at = time.monotonic()
         self._ending = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
+        self._thread = start_thread("npurun-output", self._run)
 
     def finish(self) -> None:
         """Return when all output of the rank has arrived. Don't wait for a process that escaped with the pipe."""

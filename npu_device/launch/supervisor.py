@@ -7,7 +7,6 @@ import enum
 import os
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +25,7 @@ from npu_device._src.cluster.time_limits import (
     SWEEP_SECONDS,
 )
 from npu_device._src.environment import NPU_DEVICE_ERROR_FILE, opened_mark
+from npu_device._src.threads import start_thread
 from npu_device._src.wording import counted
 from npu_device.launch.events import Exit, handle_next
 from npu_device.launch.node_protocol import NodePreempted, RankFailed, StopOrder
@@ -73,8 +73,7 @@ class RankProcess:
         assert self._popen.stdout is not None and self._popen.stderr is not None
         self._stdout = Pump(self._popen.stdout, console, 1, rank, self._log)
         self._stderr = Pump(self._popen.stderr, console, 2, rank, self._log)
-        self._watcher = threading.Thread(target=self._watch, daemon=True)
-        self._watcher.start()
+        self._watcher = start_thread("npurun-rank", self._watch)
 
     def send(self, signum: int, spares_children: bool = False) -> None:
         """Send a signal to the process group: to all, or with ``spares_children`` to the training process alone, if
@@ -195,7 +194,7 @@ class Supervisor:
             self._check_ended()
         # Ranks that ended may have left children, such as readers of data.
         families = [process for process in self._processes if process.exit and process.reap()]
-        unasked: list[RankProcess] = []
+        unasked = []
         if self._stage < _Stage.ASKED:
             unasked = families
         elif self._stage is _Stage.ASKED:

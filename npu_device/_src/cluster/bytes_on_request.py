@@ -57,8 +57,8 @@ class BytesOnRequest:
         self._asking = threading.Lock()
         # What other ranks have handed over: by the first two numbers of a key, the third number and the bytes.
         self._handed: dict[tuple[int, int], tuple[int, bytearray]] = {}
-        self._ended_ranks: set[int] = set()  # they have handed their bytes over
-        self._silent_ranks: set[int] = set()  # they have left and don't answer
+        self._ended_ranks = set[int]()  # they have handed their bytes over
+        self._silent_ranks = set[int]()  # they have left and don't answer
         self._is_ending = False
         self._has_ended = threading.Event()
         self._answers_after_end = False  # after its end, until the others have ended
@@ -181,7 +181,7 @@ class BytesOnRequest:
         while True:
             request = self._move_all(connection.recv_into, bytearray(_REQUEST.size))
             hands_over, *key_numbers = _REQUEST.unpack(request)
-            key: Any = tuple(key_numbers)
+            key = tuple(key_numbers)
             incoming = self._received(connection)
             if hands_over:
                 answer = self._keep_handed(rank, key, incoming)

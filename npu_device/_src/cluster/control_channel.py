@@ -23,6 +23,7 @@ from npu_device._src.cluster import frames
 from npu_device._src.cluster.frames import Message
 from npu_device._src.cluster.rank_errors import ClusterError, PeerError
 from npu_device._src.cluster.time_limits import MARGIN_SECONDS, SHORT_SECONDS
+from npu_device._src.threads import start_thread
 from npu_device._src.wording import ranges, ranks_of
 
 _log = logging.getLogger("npu_device")
@@ -50,9 +51,7 @@ class ControlChannel:
 
     def listen(self, on_push: Callable[[Message], None], on_lost: Callable[[str], None]) -> None:
         """Start receiving; ``on_push`` gets each message that isn't an answer, ``on_lost`` once why the hub is gone."""
-        threading.Thread(
-            target=self._read, args=(on_push, on_lost), name="npu_device-channel", daemon=True
-        ).start()
+        start_thread("npu_device-channel", self._read, on_push, on_lost)
 
     def set(self, key: str, value: str) -> None:
         """Write a new key, which every rank can read at once; KeyError if it exists: another rank may have read it."""
@@ -65,16 +64,15 @@ class ControlChannel:
     def delete(self, key: str) -> None:
         self._request("delete", SHORT_SECONDS, key=key)
 
-    def post(self, name: str, value: Any) -> dict[int, Any]:
-        """Post this rank's value under a name, in place of an earlier one; return the values of all ranks once all have
-        posted, until then nothing. The hub keeps the newest 200 names.
+    def post(self, name: str, value: Any) -> list:
+        """Post this rank's value under a name, in place of an earlier one; return the values of all ranks, by rank,
+        once all have posted, until then nothing. The hub keeps the newest 200 names.
         """
-        return _by_rank(self._request("post", SHORT_SECONDS, name=name, value=value))
+        return _in_order(self._request("post", SHORT_SECONDS, name=name, value=value))
 
     def gather(self, name: str, value: Any, timeout: float) -> list:
         """Return the values that all ranks pass under a name, by rank; TimeoutError if some don't come."""
-        values = _by_rank(self._request("gather", timeout, name=name, value=value, ranks=None))
-        return [values[rank] for rank in range(len(values))]
+        return _in_order(self._request("gather", timeout, name=name, value=value, ranks=None))
 
     def gather_from(
         self, name: str, value: Any, ranks: Iterable[int], timeout: float
@@ -195,6 +193,11 @@ def _stopped(how: str) -> str:
         f"the hub of the job {how}: its process is stopped or overloaded.\n"
         "What to do: look at the host of rank 0, where it runs."
     )
+
+
+def _in_order(answer: list[tuple[Any, str]]) -> list:
+    by_rank = _by_rank(answer)
+    return [by_rank[rank] for rank in sorted(by_rank)]
 
 
 def _by_rank(answer: list[tuple[Any, str]]) -> dict[int, Any]:

@@ -4,6 +4,7 @@ It imports little, because the hub has to start quickly.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import hmac
 import json
@@ -28,6 +29,7 @@ Message = dict[str, Any]
 """A message: names that JSON can write, with what they stand for."""
 
 _HEADER = struct.Struct(">I")
+_LARGEST = 1e10  # numbers, and times in seconds since the epoch
 _LONGEST_NUMBER = 400  # digits; parsing a number takes time in the square of its digits
 
 
@@ -97,6 +99,40 @@ def _whole_number(text: str) -> int:
     if len(text) > _LONGEST_NUMBER:
         raise ValueError("a number that nobody sends")
     return int(text)
+
+
+def checked(message_type: type[Any], fields: Any, **inner_types: type[Any]) -> Any:
+    """Return a message of a type, a dataclass; an error of WRONG_FORM if the fields don't have the forms that its
+    annotations name: they are used unchecked.
+    """
+    contents = {}
+    # Fields that only another version knows are left out.
+    for field in dataclasses.fields(message_type):
+        if field.name in fields:
+            form = str(field.type)
+            contents[field.name] = _checked_content(fields[field.name], form, inner_types)
+    return message_type(**contents)
+
+
+def _checked_content(content: Any, form: str, inner_types: Mapping[str, type[Any]]) -> Any:
+    form, _, alternative = form.partition(" | ")
+    if content is None and alternative:
+        return None
+    if form in inner_types:
+        return checked(inner_types[form], content)
+    outer, _, inner = form.rstrip("]").partition("[")
+    if outer == "Sequence" and isinstance(content, list):
+        return [_checked_content(part, inner, inner_types) for part in content]
+    if inner == "str, str" and isinstance(content, dict):
+        return {name: _checked_content(text, "str", inner_types) for name, text in content.items()}
+    name = type(content).__name__
+    # JSON writes a float without a fraction as an integer.
+    if name != form and (name, form) != ("int", "float"):
+        raise FrameError(f"{name} instead of {form}")
+    # This comparison refuses NaN, too.
+    if name in ("int", "float") and not abs(content) < _LARGEST:
+        raise FrameError("too large a number")
+    return content
 
 
 def proof(

@@ -10,7 +10,6 @@ import logging
 import secrets
 import socket
 import struct
-import threading
 import time
 from concurrent.futures import Future
 from functools import partial
@@ -24,6 +23,7 @@ from npu_device._src.cluster.time_limits import (
     ANSWER_SECONDS,
     CONNECT_SECONDS,
 )
+from npu_device._src.threads import start_thread
 
 ANOTHER_PROGRAM = "another program answers there: it doesn't talk npu_device's protocol"
 
@@ -198,9 +198,7 @@ def serve(
             with contextlib.suppress(OSError):
                 oldest.shutdown(socket.SHUT_RDWR)
         try:
-            threading.Thread(
-                target=let_in, args=(connection,), name="npu_device-admit", daemon=True
-            ).start()
+            start_thread("npu_device-admit", let_in, connection)
         except RuntimeError:
             # No thread may be free for a moment. In Python 3.12, none can be started once the script has ended.
             let_in(connection)
@@ -239,7 +237,7 @@ def full_name_of_this_host(seconds: float) -> str:
 
 def _in_time(look_up: Callable[[], list], seconds: float) -> list:
     # The resolver of the system can block for much longer, and ignores Ctrl-C: it has a thread, which ends on its own.
-    answer: Future[list] = Future()
+    answer = Future[list]()
 
     def set_answer() -> None:
         try:
@@ -247,7 +245,7 @@ def _in_time(look_up: Callable[[], list], seconds: float) -> list:
         except AttemptFailedError as failure:
             answer.set_exception(failure)
 
-    threading.Thread(target=set_answer, name="npu_device-resolve", daemon=True).start()
+    start_thread("npu_device-resolve", set_answer)
     try:
         return answer.result(max(0.1, seconds))
     except concurrent.futures.TimeoutError:

@@ -13,7 +13,6 @@ from npu_device._src.cluster import ports, time_limits as limits
 from npu_device._src.cluster.frames import Message
 from npu_device._src.cluster.hub_client import Client, State
 from npu_device._src.cluster.roster import Arrival, Hello, Roster
-from npu_device._src.wording import ranges
 
 
 class HubRendezvous:
@@ -140,7 +139,7 @@ class HubRendezvous:
         hosts = self.hosts()
         neighbours = [rank for rank, host in enumerate(hosts) if host == hosts[parent.rank]]
         hello = parent.arrival.hello
-        position = {"rank": parent.rank, "world_size": len(hosts), "neighbours": ranges(neighbours)}
+        position = {"rank": parent.rank, "world_size": len(hosts), "neighbours": neighbours}
         self._send_last(
             client, {"child_of": {"pid": hello.pid, **position, "device_id": hello.device_id}}
         )

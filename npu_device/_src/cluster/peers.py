@@ -25,6 +25,7 @@ from npu_device._src.cluster.handshake import AttemptFailedError, TimedConnectio
 from npu_device._src.cluster.health import Health
 from npu_device._src.cluster.ports import allow_many_descriptors, join_address, listen_on_free
 from npu_device._src.cluster.rank_errors import ClusterError, PeerError
+from npu_device._src.threads import start_thread
 
 _MOST_UNCLAIMED = 4096  # connections of all ranks that nobody has asked for
 
@@ -45,11 +46,11 @@ class Peers:
         self._endpoints: dict[int, tuple[int, str]] = {}  # each rank's port and token
         self._owning = threading.Lock()
         self._arrival = threading.Condition()
-        self._arrived: defaultdict[tuple[int, int], deque[socket.socket]] = defaultdict(deque)
+        self._arrived = defaultdict[tuple[int, int], deque[socket.socket]](deque)
         # By stream, for connections that aren't accepted, the queues of the threads that serve them.
         self._served: dict[int, SimpleQueue[tuple[int, socket.socket]]] = {}
         # Replaced, never changed, so that another thread may iterate over it.
-        self.owned_connections: frozenset[socket.socket] = frozenset()
+        self.owned_connections = frozenset[socket.socket]()
         myself = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _close_in_fork(myself()))
 
@@ -65,7 +66,7 @@ class Peers:
         """Let a function serve the connections of other ranks for a stream, one of each rank, in a thread, given the
         rank.
         """
-        waiting: SimpleQueue[tuple[int, socket.socket]] = SimpleQueue()
+        waiting = SimpleQueue[tuple[int, socket.socket]]()
 
         def serve_one_by_one() -> None:
             while True:
@@ -76,7 +77,7 @@ class Peers:
         # From Python 3.12 on, no thread can be started once the script has ended.
         for _ in range(self._cluster.world_size - 1):
             name = "npu_device-serve"
-            threading.Thread(target=serve_one_by_one, name=name, daemon=True).start()
+            start_thread(name, serve_one_by_one)
         self._served[stream_id] = waiting
         self.open()
 
@@ -100,9 +101,7 @@ class Peers:
             token = secrets.token_hex()
             self._store.set(f"peers/{self._cluster.rank}", f"{port} {token}")
             serving = listener, self._secret + token.encode(), self._admitted
-            threading.Thread(
-                target=serve, args=serving, name="npu_device-peers", daemon=True
-            ).start()
+            start_thread("npu_device-peers", serve, *serving)
             # Set last, as `addresses` takes the listener for the sign that the key is set.
             self._listener = listener
 

@@ -78,7 +78,7 @@ def _hello(membership: Membership) -> Hello:
         machine=socket.gethostname(),
         pid=os.getpid(),
         started=start_time(os.getpid()),
-        ancestors=tuple(ancestors()),
+        ancestors=list(map(list, ancestors())),
     )
 
 
@@ -138,7 +138,7 @@ def _number(claim: Any, limit: float) -> float:
 def _child(parent: Any) -> ChildOfRankError:
     names = ("pid", "rank", "world_size", "device_id")
     description: dict[str, Any] = {name: int(parent[name]) for name in names}
-    description["neighbours"] = str(parent["neighbours"])
+    description["neighbours"] = list(map(int, parent["neighbours"]))
     return ChildOfRankError(description)
 
 

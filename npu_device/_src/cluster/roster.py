@@ -12,8 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Union
 
+from npu_device._src.cluster import frames
 from npu_device._src.cluster.time_limits import LONGEST_WAIT_SECONDS
-from npu_device._src.wording import MOST_RANKS
+from npu_device._src.wording import MOST_RANKS, shortened
 
 _UNKNOWN_SHOWN = 5
 _MISSING_SHOWN = 100
@@ -42,31 +43,21 @@ class Hello:
     pid: int
     started: str = ""  # start time of that process, for its children
     # The number and start time of each process that has started it.
-    ancestors: tuple[tuple[int, str], ...] = ()
+    ancestors: Sequence[list] = ()
     candidate: int | None = None  # the number of an ancestor that may come as the rank itself
 
     @classmethod
     def read(cls, fields: Any) -> Hello:
         """Parse the hello in a message; ValueError, LookupError or TypeError if it is not a valid one."""
         # Other versions may send more fields, or fewer of the last ones; the versions show the difference.
-        fields = {**_LAST_FIELDS, **fields}
-        for name, allowed_types in _TYPES_OF_HELLO.items():
-            if type(fields[name]) not in allowed_types:
-                raise ValueError(f"unexpected {name}")
-        for texts in (fields["versions"], fields["settings"]):
-            if not all(isinstance(text, str) for text in texts.values()):
-                raise ValueError("unexpected versions or settings")
-        if not 0 < fields["world_size"] <= MOST_RANKS:
+        hello: Hello = frames.checked(cls, fields)
+        if not 0 < hello.world_size <= MOST_RANKS:
             raise ValueError("no such world size")
-        if fields["rank"] is not None and not 0 <= fields["rank"] < fields["world_size"]:
+        if hello.rank is not None and not 0 <= hello.rank < hello.world_size:
             raise ValueError("no such rank")
-        # This comparison refuses NaN, too.
-        if not 0 <= fields["seconds"] <= LONGEST_WAIT_SECONDS:
+        if not 0 <= hello.seconds <= LONGEST_WAIT_SECONDS:
             raise ValueError("no such time")
-        if not all(map(_is_process, fields["ancestors"])):
-            raise ValueError("unexpected ancestors")
-        checked = {name: fields[name] for name in _TYPES_OF_HELLO}
-        return cls(**{**checked, "ancestors": tuple(map(tuple, fields["ancestors"]))})
+        return hello
 
     @property
     def name(self) -> str:
@@ -79,7 +70,7 @@ class Hello:
         return f"machine {self.machine}, pid {self.pid}"
 
     def is_child_of(self, parent: Hello) -> bool:
-        process = (parent.pid, parent.started)
+        process = [parent.pid, parent.started]
         return self.machine == parent.machine and parent.started != "" and process in self.ancestors
 
     @property
@@ -97,31 +88,6 @@ class Hello:
         versions = tuple(sorted(self.versions.items()))
         settings = tuple(sorted(self.settings.items()))
         return self.scheme, self.world_size, versions, settings
-
-
-_TYPES_OF_HELLO: dict[str, tuple[type, ...]] = {
-    "job_id": (str,),
-    "scheme": (str,),
-    "host_key": (str,),
-    "machine": (str,),
-    "world_size": (int,),
-    "device_id": (int,),
-    "pid": (int,),
-    "rank": (int, type(None)),
-    "host": (str, type(None)),
-    "is_chief": (bool,),
-    "seconds": (int, float),
-    "versions": (dict,),
-    "settings": (dict,),
-    "started": (str,),
-    "ancestors": (list, tuple),
-    "candidate": (int, type(None)),
-}
-_LAST_FIELDS: dict[str, Any] = {"started": "", "ancestors": [], "candidate": None}
-
-
-def _is_process(claim: Any) -> bool:
-    return isinstance(claim, (list, tuple)) and list(map(type, claim)) == [int, str]
 
 
 def start_time(pid: int) -> str:
@@ -186,7 +152,7 @@ class Roster:
         # Several arrivals of one key are a contradiction.
         self._arrivals: dict[_Key, list[Arrival]] = {}
         self._departures: dict[_Key, Arrival] = {}
-        self._signatures: Counter[tuple] = Counter()
+        self._signatures = Counter[tuple]()
         self._strangers: dict[str, None] = {}  # ranks of other jobs, as lines of the error
         self._unknown_clients: dict[str, str] = {}
         self.reference: Hello | None = None
@@ -283,10 +249,7 @@ class Roster:
         if self._numbers_ranks:
             return f"{self._absent()} of {self._size} ranks"
         ranks = [self._rank_name(rank) for rank in range(self._size) if rank not in self._arrivals]
-        text = ", ".join(ranks[:10])
-        if len(ranks) > 10:
-            text += f" and {len(ranks) - 10} more"
-        return text
+        return shortened(ranks, 10)
 
     def complaint(self) -> str:
         """Return the text of the error: what happened, one line per rank, likely cause, what to do."""

@@ -17,7 +17,7 @@ from npu_device._src.cluster.time_limits import (
     LEFT_TOGETHER_SECONDS,
     LONGEST_REQUEST_SECONDS,
 )
-from npu_device._src.wording import ranges, ranks_of
+from npu_device._src.wording import ranges, ranks_of, shortened
 
 _POSTS_KEPT = 200  # most names that are kept; the oldest go
 _POST_BYTES_KEPT = 1 << 26
@@ -70,7 +70,7 @@ class Services:
         self._collections: dict[_Key, _Collection] = {}
         # The ranks whose script has ended, each with the calls that it issued, as JSON.
         self._departures: dict[int, str] = {}
-        self._absent: set[int] = set()
+        self._absent = set[int]()
         self._unreported_departures: list[int] = []
         self._unreported_losses: list[int] = []
         self._failing = False
@@ -81,7 +81,8 @@ class Services:
         # What isn't read ends the connection, not the hub.
         try:
             request = rank, int(message.get("id", 0))
-            _HANDLERS[message["do"]](self, request, message)
+            handle = getattr(self, f"_do_{message['do']}")
+            handle(request, message)
         except frames.WRONG_FORM as error:
             raise frames.FrameError(f"{error!r} in {str(message.get('do'))[:100]!r}") from error
 
@@ -118,7 +119,7 @@ class Services:
             "process of one of them."
         )
 
-    # What a rank may ask for. Each handler reads the whole message before it changes anything.
+    # What a rank may ask for ("do"). Each handler reads the whole message before it changes anything.
 
     def _do_set(self, request: _Request, message: Message) -> None:
         key = str(message["key"])
@@ -307,11 +308,7 @@ class Services:
                 self._settle(key)
 
     def _listed(self, ranks: Iterable[int]) -> str:
-        ranks = list(ranks)
-        text = ", ".join(f"rank {rank} on host {self._hosts[rank]}" for rank in ranks[:_SHOWN])
-        if len(ranks) > _SHOWN:
-            text += f" and {len(ranks) - _SHOWN} more"
-        return text
+        return shortened([f"rank {rank} on host {self._hosts[rank]}" for rank in ranks], _SHOWN)
 
     def _ranks(self, text: str | None) -> set[int]:
         """Return the ranks that a message names; all if it names none."""
@@ -339,21 +336,6 @@ class Services:
         """End a gather with an error on all ranks that have come."""
         for request in self._collections.pop(key).waiting:
             self._refuse(request, error, text)
-
-
-# The handler of each message, by what it asks for ("do").
-_HANDLERS: dict[str, Callable[[Services, _Request, Message], None]] = {
-    "set": Services._do_set,
-    "get": Services._do_get,
-    "delete": Services._do_delete,
-    "post": Services._do_post,
-    "gather": Services._do_gather,
-    "ask": Services._do_ask,
-    "reply": Services._do_reply,
-    "left": Services._do_left,
-    "stopped": Services._do_stopped,
-    "failed": Services._do_failed,
-}
 
 
 def _seconds_of(message: Message) -> float:

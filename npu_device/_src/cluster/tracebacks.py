@@ -10,12 +10,11 @@ import itertools
 import os
 import re
 import sysconfig
+import traceback
 from collections.abc import Iterable, Sequence
-from traceback import FrameSummary, StackSummary, TracebackException
 from typing import Any, NamedTuple
 
-_HEADER = "Traceback (most recent call last):"
-_PRINTED_HEADER = re.compile(r"[\s+|]*(Exception Group )?" + re.escape(_HEADER))
+_PRINTED_HEADER = re.compile(r"[\s+|]*(Exception Group )?Traceback \(most recent call last\):")
 _PRINTED_FRAME = re.compile(r'(?P<indent>[ |]*)File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _REPEATED = "[Previous line repeated"
 _CAUSE = "The above exception was the direct cause of the following exception:"
@@ -75,49 +74,9 @@ def is_user_file(file: str) -> bool:
 
 def errors_of(error: BaseException) -> list[PrintedError]:
     """Return an error, and before it those that caused it, in the order in which Python prints them."""
-    errors: list[PrintedError] = []
-    exception = TracebackException(type(error), error, error.__traceback__)
-    while True:
-        link, cause = _cause(exception)
-        frames = _frames(exception.stack)
-        header = ""
-        if frames:
-            header = _HEADER
-        # The text of an error of TensorFlow contains frames, and whole tracebacks.
-        text, *contained = parse(_text(exception).splitlines())
-        errors[:0] = [PrintedError(link, header, frames + text.blocks), *contained]
-        if cause is None:
-            return errors
-        exception = cause
-
-
-def _cause(exception: TracebackException) -> tuple[str, TracebackException | None]:
-    """Return what Python prints between an error and its cause, and the cause."""
-    if exception.__cause__ is not None:
-        return _CAUSE, exception.__cause__
-    if exception.__context__ is not None and not exception.__suppress_context__:
-        return _CONTEXT, exception.__context__
-    return "", None
-
-
-def _frames(stack: Iterable[FrameSummary]) -> list[Block]:
-    blocks = []
-    for _, equal_frames in itertools.groupby(stack, lambda frame: (frame.filename, frame.lineno)):
-        frames = list(equal_frames)
-        # A recursion is shortened to three frames, and the number of the others below the third.
-        texts = StackSummary.from_list(frames).format()
-        texts[2:] = ["".join(texts[2:])]
-        for frame, text in zip(frames, texts):
-            blocks.append(Block(text.rstrip(), frame.filename, frame.lineno or 0))
-    return blocks
-
-
-def _text(exception: TracebackException) -> str:
-    """Return type and message; of an exception group, the errors in it, too."""
-    if getattr(exception, "exceptions", None):
-        exception.stack = StackSummary()
-        return "".join(exception.format(chain=False))
-    return "".join(exception.format_exception_only())
+    # The text of an error of TensorFlow contains frames, and whole tracebacks.
+    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    return [printed for printed in parse(text.splitlines()) if printed.blocks]
 
 
 def parse(lines: Iterable[str]) -> list[PrintedError]:
@@ -140,7 +99,7 @@ def parse(lines: Iterable[str]) -> list[PrintedError]:
 
 
 def _blocks(lines: Iterable[str]) -> list[Block]:
-    blocks: list[Block] = []
+    blocks = []
     # Indentation of a frame; the lines that belong to it are indented further, or empty.
     indent = None
     for line in lines:

@@ -92,7 +92,7 @@ class AgreedEngine:
         """Reduce segments as ``all_reduce`` does, and return the results in the same lists: what this rank owns,
         and None for the others. The results have no gradient. ``owners`` are ranks of the group; see ``has_owners``.
         """
-        results: list[list[Optional[tf.Tensor]]] = []
+        results = []
         for segment in segments:
             results.append([None] * len(segment))
         for signature, positions in self._positions_by_signature(segments, wire).items():
@@ -126,8 +126,9 @@ class AgreedEngine:
             sent = []
             for position in positions:
                 tensor = tensors[position]
+                # Only the root's values count.
                 if owner != self.group.rank:
-                    tensor = _zeros(tensor)
+                    tensor = tf.zeros(tensor.shape, tensor.dtype)
                 sent.append(tensor)
             for position, tensor in zip(positions, self.broadcast(sent, owner)):
                 received[position] = tensor
@@ -298,11 +299,6 @@ def has_owners(job: Job, group: Group, dtypes: Iterable[tf.DType]) -> bool:
     and MPI.
     """
     return all(job.engines.has_owners(group, dtype) for dtype in dtypes)
-
-
-def _zeros(spec: tf.TensorSpec) -> tf.Tensor:
-    """Return a tensor of a spec, for a collective of which only the root's values count."""
-    return tf.zeros(spec.shape, spec.dtype)
 
 
 # Gradients

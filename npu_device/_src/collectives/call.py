@@ -117,7 +117,7 @@ def _kind_and_shape(tensor: Any, is_ragged: bool) -> tuple[str, tf.TensorShape |
 def shapes_digest(call: Call, tensors: Sequence, is_ragged: bool) -> int | tf.Tensor:
     """Return 32 bits that stand for all shapes, an int or int32; the same for static and dynamic shapes."""
     digest = 0
-    dynamic: list[tf.Tensor] = []
+    dynamic = []
     for position, (tensor, shape) in enumerate(zip(tensors, call.shapes)):
         if shape is None:
             continue
@@ -194,7 +194,6 @@ class Terms(NamedTuple):
 
 
 def _refuse(position: int) -> Exception:
-    del position
     return RuntimeError("the ranks of a group called different collectives")
 
 

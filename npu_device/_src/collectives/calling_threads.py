@@ -112,16 +112,14 @@ class CallingThreads:
     def __init__(self) -> None:
         # The thread that is in an eager call, by group and tag.
         self._calling: dict[tuple[Group, int | None], threading.Thread] = {}
-        self._callers: weakref.WeakKeyDictionary[threading.Thread, _Caller] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._callers = weakref.WeakKeyDictionary[threading.Thread, _Caller]()
         self._lock = threading.Lock()
         # The work of threads whose arguments differ among the ranks, and that were alone.
-        self._differing: set[str] = set()
+        self._differing = set[str]()
         # The work of threads that came in different orders, with the group.
-        self._disordered: set[tuple[str, int]] = set()
+        self._disordered = set[tuple[str, int]]()
         # The number of threads that have called, by name and group, ended and refused ones included.
-        self._numbers_of_callers: Counter[tuple[str, int]] = Counter()
+        self._numbers_of_callers = Counter[tuple[str, int]]()
 
     @contextlib.contextmanager
     def in_call(self, group: Group, exchange: Exchange) -> Iterator[bool]:

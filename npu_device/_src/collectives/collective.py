@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Callable, Optional
 
 import tensorflow as tf
@@ -77,7 +78,7 @@ class Collective:
             # Each tag keeps its own order, whichever threads send and receive.
             call = replace(call, thread="")
         # A thread that calls for the first time exchanges numbers with the other ranks.
-        exchange = _ExchangeOfThreads(job, group, call)
+        exchange = partial(_exchange, job, group, call, not tf.executing_eagerly())
         in_call: Any = contextlib.nullcontext(False)
         if tf.executing_eagerly():
             in_call = job.threads.in_call(group, exchange)
@@ -154,54 +155,45 @@ class Collective:
 
         specs = tf.nest.flatten(structure, True)
         flat_inputs = tf.nest.flatten(inputs, True)
-        collective = InSession(self.group, call, flat_inputs, specs, run, gradient, _FromFirst(job))
+        from_first = partial(_from_first, job)
+        collective = InSession(self.group, call, flat_inputs, specs, run, gradient, from_first)
         results = job.sessions.add(collective)
         if self.result_specs is None:
             return results[0].op
         return tf.nest.pack_sequence_as(structure, results, expand_composites=True)
 
 
-class _FromFirst:
-    """Sends the tensor of the first rank of a group: the order in which its sessions' collectives run."""
+def _from_first(job: Job, group: Group, call: Call, tensor: tf.Tensor) -> tf.Tensor:
+    """Send the tensor of the first rank of a group: the order in which its sessions' collectives run."""
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
+    def body(engine: AgreedEngine, tensor: tf.Tensor) -> list[tf.Tensor]:
+        return engine.broadcast([tensor], 0)
 
-    def __call__(self, group: Group, call: Call, tensor: tf.Tensor) -> tf.Tensor:
-        def body(engine: AgreedEngine, tensor: tf.Tensor) -> list[tf.Tensor]:
-            return engine.broadcast([tensor], 0)
-
-        [sent] = Collective(call.collective, group, [tensor], body).run(self._job, call)
-        return sent
+    [sent] = Collective(call.collective, group, [tensor], body).run(job, call)
+    return sent
 
 
-class _ExchangeOfThreads:
-    """Gathers a row of numbers from each rank, about the thread that makes a call for the first time."""
+def _exchange(
+    job: Job, group: Group, call: Call, in_function: bool, numbers: Sequence[int]
+) -> list[list[int]]:
+    """Gather a row of numbers from each rank, about the thread that makes a call for the first time."""
 
-    def __init__(self, job: Job, group: Group, call: Call) -> None:
-        self._job = job
-        self._group = group
-        self._call = call
-        self._in_function = not tf.executing_eagerly()
+    def body(engine: AgreedEngine, row: tf.Tensor) -> tf.Tensor:
+        return engine.gather(row)
 
-    def __call__(self, numbers: Sequence[int]) -> list[list[int]]:
-        def body(engine: AgreedEngine, row: tf.Tensor) -> tf.Tensor:
-            return engine.gather(row)
-
-        details = (*self._call.details, ("first_of_thread", "True"))
-        call = replace(self._call, details=details, thread=calling_thread())
-        try:
-            with tf.init_scope(), tf.device("CPU:0"):
-                row = tf.constant([numbers], tf.int64)
-                exchange = Collective("first_of_thread", self._group, [], body, [row])
-                rows = exchange.run(self._job, call)
-        except PeerError as error:
-            if not self._in_function:
-                raise
-            # The error has the type that TensorFlow gives to errors of the function itself.
-            text = f"{type(error).__name__}: {error}"
-            raise tf.errors.UnknownError(None, None, text) from error
-        return [[int(number) for number in row] for row in rows.numpy()]
+    details = (*call.details, ("first_of_thread", "True"))
+    call = replace(call, details=details, thread=calling_thread())
+    try:
+        with tf.init_scope(), tf.device("CPU:0"):
+            row = tf.constant([numbers], tf.int64)
+            rows = Collective("first_of_thread", group, [], body, [row]).run(job, call)
+    except PeerError as error:
+        if not in_function:
+            raise
+        # The error has the type that TensorFlow gives to errors of the function itself.
+        text = f"{type(error).__name__}: {error}"
+        raise tf.errors.UnknownError(None, None, text) from error
+    return [[int(number) for number in row] for row in rows.numpy()]
 
 
 def _require_no_xla(job: Job, call: Call) -> None:

@@ -116,7 +116,7 @@ def choose_engine(job: Job, hosts: JobHosts) -> JobHosts:
     listed = named or [
         engine for engine in CANDIDATES if engine.name != "mpi" or not hosts.share_memory
     ]
-    against: dict[str, str] = {}  # the problems of engines, by their names
+    against = {}  # the problems of engines, by their names
     for engine in listed:
         problems = engine.problems(job, hosts)
         if not problems:

@@ -13,6 +13,7 @@ from npu_device._src import environment
 from npu_device._src.collectives.gpu_choice import UNVERIFIED
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
+from npu_device._src.wording import shortened
 
 _SHOWN_PORTS = 8
 
@@ -66,10 +67,7 @@ def open_ports(job: Job) -> str:
     """Return in one line which ports are open to whom, and what can be done; "" if all ask for the job secret."""
     if not job.server_addresses:
         return ""
-    addresses = ", ".join(job.server_addresses[:_SHOWN_PORTS])
-    omitted = len(job.server_addresses) - _SHOWN_PORTS
-    if omitted > 0:
-        addresses += f" and {omitted} more"
+    addresses = shortened(job.server_addresses, _SHOWN_PORTS)
     return (
         f"TensorFlow's servers at {addresses} are open to everyone who can connect, without the job secret. "
         "NPU_DEVICE_BACKEND=tcp does without them; a firewall can limit them to the hosts of the job"

@@ -202,9 +202,7 @@ _MAY_END = re.compile(
 )
 _TYPES_OF_CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 
-_data_reads: weakref.WeakKeyDictionary[tf.Graph, tuple[int, list[str]]] = (
-    weakref.WeakKeyDictionary()
-)
+_data_reads = weakref.WeakKeyDictionary[tf.Graph, tuple[int, list[str]]]()
 
 
 def step_data() -> Sequence[tf.Operation]:
@@ -254,7 +252,7 @@ def _dense(upstream: Sequence) -> list:
     ]
 
 
-_gradients: weakref.WeakValueDictionary[int, Callable[..., list]] = weakref.WeakValueDictionary()
+_gradients = weakref.WeakValueDictionary[int, Callable[..., list]]()
 """The gradient function of each call in a graph, which keeps it."""
 
 

@@ -61,7 +61,7 @@ class Job(EngineContext):
         self.engines = Engines(self)
         self.threads = CallingThreads()
         self.sessions = SessionCollectives(self.health)
-        self._components: dict[type, Any] = {}
+        self._components: dict[Any, Any] = {}
         self.pid = os.getpid()
 
     @property
@@ -98,10 +98,12 @@ class Job(EngineContext):
     def component(self, component_type: type[_Component]) -> _Component | None:
         return cast("_Component | None", self._components.get(component_type))
 
-    def component_or_new(self, component_type: type[_Component]) -> _Component:
-        """Return the component of a class, which is made without arguments at its first use."""
+    def component_or_new(
+        self, component_type: Callable[..., _Component], *arguments: object
+    ) -> _Component:
+        """Return the component of a class, which is made with these arguments at its first use."""
         if component_type not in self._components:
-            self.add(component_type())
+            self.add(component_type(*arguments))
         return cast(_Component, self._components[component_type])
 
     def finish(self) -> None:
@@ -128,6 +130,13 @@ _at_exit: list[Callable[[], None]] = []
 def current() -> Job | None:
     """Return the job of this process; None before ``start`` and after ``close``."""
     return _current
+
+
+def current_component(component_type: type[_Component]) -> _Component | None:
+    """Return the component of a class; None without one, without a job, and in a forked child."""
+    if _current is None or _current.in_fork:
+        return None
+    return _current.component(component_type)
 
 
 def is_closed() -> bool:

@@ -164,7 +164,7 @@ def all_to_all_vc(job: Job, vector: tf.Tensor, send_count_matrix: Any, group: Gr
 
     result_specs = partial(tf.TensorSpec, [None], vector.dtype)
     # Every rank has the same matrix; of one that only the running graph knows, this isn't checked.
-    counts: Any = "known to the running graph only"
+    counts = "known to the running graph only"
     if static_counts is not None:
         counts = static_counts.tolist()
     details = {"send_count_matrix": counts}

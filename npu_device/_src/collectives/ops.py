@@ -200,7 +200,7 @@ def broadcast(job: Job, tensors: Sequence[tf.Tensor], root_rank: int, group: Gro
         floats = [tensor.dtype.is_floating for tensor in tensors]
 
         def backward(*upstream: tf.Tensor) -> list[tf.Tensor | None]:
-            gradients: list[tf.Tensor | None] = []
+            gradients = []
             for gradient, is_float in zip(upstream, floats):
                 # Integers have no gradient, and their transfers none to return.
                 if is_float:

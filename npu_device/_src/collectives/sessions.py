@@ -31,6 +31,7 @@ from npu_device._src.collectives.calling_threads import calling_thread
 from npu_device._src.collectives.dtypes import Tensors
 from npu_device._src.collectives.graph import differentiable
 from npu_device._src.collectives.group import Group
+from npu_device._src.threads import start_thread
 
 _SENT_AT_ONCE = 64
 _NOTHING = -1
@@ -66,9 +67,7 @@ class SessionCollectives:
         self.held: dict[Group, Row | None] = {}
         self._queues_of_groups: dict[Group, SessionQueue] = {}
         self._lock = threading.Lock()
-        self._counts: weakref.WeakKeyDictionary[tf.Graph, Counter[Group]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._counts = weakref.WeakKeyDictionary[tf.Graph, Counter[Group]]()
 
     def add(self, collective: InSession) -> list[tf.Tensor]:
         """Add a collective to the session's graph; return its results."""
@@ -138,9 +137,7 @@ class SessionQueue:
         self._is_closed = False
         # Executions whose inputs are ready, by the position of the collective in its graph.
         self._queues: dict[int, deque[_Queued]] = {}
-        threading.Thread(
-            target=self._run, name=f"npu_device-session-{group.name}", daemon=True
-        ).start()
+        start_thread(f"npu_device-session-{group.name}", self._run)
 
     def run(
         self,

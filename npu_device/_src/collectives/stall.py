@@ -5,7 +5,6 @@ asks all others where they are, reports it, and finally gives up.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ from npu_device._src.collectives.call import Row
 from npu_device._src.collectives.call_count import Count, Position
 from npu_device._src.collectives.engines.context import EngineContext
 from npu_device._src.collectives.group import Group
+from npu_device._src.threads import start_thread
 from npu_device._src.wording import ranges
 
 _log = logging.getLogger("npu_device")
@@ -46,7 +46,7 @@ class StallWatch:
         self.give_up_after = environment.NPU_DEVICE_STALL_TIMEOUT.get()
         context.health.on_question("where", self._answer)
         context.health.count_transfers = self._counts.started
-        threading.Thread(target=self._run, name="npu_device-stall", daemon=True).start()
+        start_thread("npu_device-stall", self._run)
 
     def _position(self, group: Group) -> Position:
         count = self._counts.find(group)
@@ -62,9 +62,7 @@ class StallWatch:
 
     def _run(self) -> None:
         # Kept by the object that counts, since a group that is destroyed and made again has a new one.
-        since: weakref.WeakKeyDictionary[Count, tuple[int, float, bool]] = (
-            weakref.WeakKeyDictionary()
-        )
+        since = weakref.WeakKeyDictionary[Count, tuple[int, float, bool]]()
         while not self._health.is_over:
             self._health.stop_if_missing(self._counts.waiting())
             for group, count in self._counts.of_all():

@@ -161,7 +161,7 @@ class Work:
 IDLE = Work("idle", "", 0, True)
 """The work of a thread of a pool that has none."""
 
-_works: weakref.WeakKeyDictionary[threading.Thread, Work] = weakref.WeakKeyDictionary()
+_works = weakref.WeakKeyDictionary[threading.Thread, Work]()
 
 
 def work_of(thread: threading.Thread) -> Work | None:
@@ -180,7 +180,7 @@ def work_of(thread: threading.Thread) -> Work | None:
         # A timer has its function as an attribute.
         target = _target(thread) or getattr(thread, "function", type(thread).run)
         _works[thread] = _described(
-            (), target, [*arguments, *([extra_attributes] if extra_attributes else [])]
+            (), target, [*arguments, *[extra_attributes] * bool(extra_attributes)]
         )
     return _works[thread]
 

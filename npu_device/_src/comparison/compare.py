@@ -147,7 +147,7 @@ def aligned(records: Sequence[Record]) -> list[Record]:
     # made its first step, by which it is named.
     steps_of_records = []
     for record in records:
-        counts: Counter[str] = Counter()
+        counts = Counter[str]()
         steps = {}
         for step in record.steps:
             steps[step.optimizer, counts[step.optimizer]] = step

@@ -137,7 +137,7 @@ def changed_by(graph: Any) -> tuple[list, Any]:
 def may_be_set(variables: Iterable) -> list[bool]:
     """Return for each variable whether the function being traced may have set it so far; True outside of one."""
     graph = graph_being_built()
-    handles: dict[int, Any] = {}
+    handles = {}
     if isinstance(graph, FuncGraph):
         handles = {id(outer): inner for outer, inner in graph.captures}
     found = []

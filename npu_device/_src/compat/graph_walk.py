@@ -20,7 +20,7 @@ def walk(
     ``key`` tells nodes apart; tensors and operations of one graph have names. The neighbours of a node are asked for
     when the next node is wanted.
     """
-    visited: set[Hashable] = set()
+    visited = set()
     pending = list(starts)
     while pending:
         node = pending.pop()

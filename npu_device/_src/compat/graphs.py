@@ -202,7 +202,7 @@ def run_independently(operation: Any) -> None:
 
 def operations_of_call(graph: Any, call: Any) -> set[str]:
     """Return the types of the operations in the function that an operation calls, and in those that it calls."""
-    types: set[str] = set()
+    types = set()
 
     def called_by(name: str) -> Iterator[str]:
         for node in graph._get_function(name).cached_definition.node_def:
@@ -298,7 +298,7 @@ def computed_again(tensor: Any, replacements: Mapping[str, Any]) -> Any:
 
     Returns None if it doesn't depend on those, or takes an operation that draws numbers or has an effect.
     """
-    copies: dict[str, Any] = dict(replacements)
+    copies = dict[str, Any](replacements)
     sources = tensors_behind([tensor], lambda source: source.name in replacements)
     operation_names = {source.op.name for source in sources}
     # Operations stand in the order in which they were created, so that inputs come first.
@@ -367,7 +367,7 @@ def value_of_handle(handle: Any) -> Any:
 
 def dtype_of_variable(handle: Any) -> Any:
     """Return the dtype of the variable behind an eager handle; None for another resource, such as a table."""
-    description: Any = getattr(handle, "_handle_data", None)
+    description = getattr(handle, "_handle_data", None)
     if description is None or not description.is_set or len(description.shape_and_type) != 1:
         return None
     return tf.as_dtype(description.shape_and_type[0].dtype)

@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from npu_device._src.thread_switch import ThreadSwitch
+from npu_device._src.threads import ThreadSwitch
 
 
 def keras_of(component: object) -> Any:
@@ -28,6 +28,11 @@ def is_keras_3(keras: Any) -> bool:
         version = getattr(keras, "version", lambda: "2")()
     major = str(version).partition(".")[0]
     return int(major) >= 3
+
+
+def of_keras_3(component: object) -> bool:
+    """Return whether the Keras of an optimizer, a model or a layer is Keras 3 or later."""
+    return is_keras_3(keras_of(component))
 
 
 def optimizer_methods() -> list[tuple[type, str]]:
@@ -110,7 +115,7 @@ def set_seed_state_of_keras_3(state: list[int]) -> None:
 
 def build_optimizer(optimizer: Any, variables: Any) -> None:
     """Create the variables of an optimizer, if they don't exist. A legacy optimizer of tf-keras has no public way."""
-    if is_keras_3(keras_of(optimizer)):
+    if of_keras_3(optimizer):
         # Keras 3 raises an error if an optimizer is built twice.
         if not optimizer.built:
             optimizer.build(variables)
@@ -127,7 +132,7 @@ def adds_up_rows_first(optimizer: Any) -> bool:
     The optimizers of tf-keras do so after clipping. A class of a script may do anything with them before.
     """
     root = type(optimizer).__module__.split(".", 1)[0]
-    if root not in ("keras", "tf_keras", "npu_device") or is_keras_3(keras_of(optimizer)):
+    if root not in ("keras", "tf_keras", "npu_device") or of_keras_3(optimizer):
         return False
     if hasattr(optimizer, "inner_optimizer"):
         return adds_up_rows_first(optimizer.inner_optimizer)
@@ -141,7 +146,7 @@ def adds_up_rows_first(optimizer: Any) -> bool:
 
 def begin_fit_at(model: Any, epoch: int | None) -> None:
     """Let the ``fit`` that has called ``on_train_begin`` begin with an epoch, as Keras's backups do; None undoes it."""
-    if is_keras_3(keras_of(model)):
+    if of_keras_3(model):
         model._initial_epoch = epoch
     else:
         # fit asks its backup for the epoch and the step.
@@ -210,7 +215,7 @@ def accumulation_steps(optimizer: Any) -> int:
     A class of a script may change the gradients of each step before they are added up: that is 1, too.
     """
     steps = getattr(optimizer, "gradient_accumulation_steps", None)
-    if not steps or not is_keras_3(keras_of(optimizer)):
+    if not steps or not of_keras_3(optimizer):
         return 1
     names = ("apply", "apply_gradients", "_backend_apply_gradients")
     methods = [getattr(type(optimizer), name, None) for name in names]
@@ -238,8 +243,10 @@ def keep_in_checkpoints(optimizer: Any, name: str, variables: list) -> None:
     optimizer._track_trackable(holder, name)
 
 
-def is_set_by_gradient(variable: Any) -> bool:
-    """Return True for a variable that its gradient replaces, such as a scale of float8."""
+def is_overwritten(variable: Any) -> bool:
+    """Return True for a variable that its gradient replaces, such as a scale of float8: it is left out of norms and
+    averages.
+    """
     return bool(getattr(variable, "overwrite_with_gradient", False))
 
 
@@ -309,7 +316,7 @@ def optimizer_variables(optimizer: Any, weights: Any) -> list:
     In Keras 3 ``variables`` has them all. In tf-keras it lacks the learning rate and the loss scale; that of a legacy
     optimizer lacks all hyperparameters, and a restored checkpoint changes its order.
     """
-    if is_keras_3(keras_of(optimizer)):
+    if of_keras_3(optimizer):
         return [variable for variable in optimizer.variables if not is_apart(variable)]
     candidates = []
     scale: Any = getattr(optimizer, "_loss_scale", None)
@@ -337,7 +344,7 @@ def optimizer_variables(optimizer: Any, weights: Any) -> list:
 
 def gradient_entries(keras: Any) -> list[tuple[Any, str]]:
     """Return the methods, as class and name, through which gradients enter an optimizer after their reduction."""
-    optimizers: Any = keras.optimizers
+    optimizers = keras.optimizers
     if is_keras_3(keras):
         return [(class_with(optimizers.Optimizer, "apply"), "apply")]
     bases = [cls for cls in optimizers.Optimizer.__mro__[1:] if "apply_gradients" in vars(cls)]
@@ -346,7 +353,7 @@ def gradient_entries(keras: Any) -> list[tuple[Any, str]]:
 
 def loss_scale_entries(keras: Any) -> list[tuple[Any, str]]:
     """Return the methods, as class and name, that take the initial scale of a loss-scale optimizer."""
-    loss_scale_class: Any = keras.mixed_precision.LossScaleOptimizer
+    loss_scale_class = keras.mixed_precision.LossScaleOptimizer
     if is_keras_3(keras):
         return [(loss_scale_class, "__init__")]
     # In tf-keras, the metaclass chooses the class for the optimizer inside.
@@ -384,7 +391,7 @@ def gradients_and_variables(
 
     The methods of tf-keras are given pairs as ``gradients``, and Keras 3's are given gradients and variables.
     """
-    if not is_keras_3(keras_of(optimizer)):
+    if not of_keras_3(optimizer):
         return list(gradients)
     return list(zip(gradients, variables_to_update(optimizer, variables)))
 

@@ -21,6 +21,7 @@ from npu_device._src.compat.keras import (
     is_keras_3,
     is_vocabulary,
     keras_of,
+    of_keras_3,
 )
 from npu_device._src.compat.live_objects import live_objects, with_subclasses
 
@@ -37,7 +38,7 @@ def converted(component: Any, name: str) -> Callable:
     """
     method = getattr(component, name)
     is_loss_or_metric = hasattr(component, "reduction") or hasattr(component, "update_state")
-    if not is_loss_or_metric or is_keras_3(keras_of(component)):
+    if not is_loss_or_metric or of_keras_3(component):
         return cast(Callable, method)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -57,7 +58,7 @@ def variables_of(model: Any) -> list:
         variables = []
         for layer in all_layers(model):
             variables += [*layer._trainable_weights, *layer._non_trainable_weights]
-        return _unique(variables)
+        return unique(variables)
 
 
 def operations_of(model: Any) -> list:
@@ -68,7 +69,7 @@ def operations_of(model: Any) -> list:
     operations = list(layers)
     for layer in layers:
         operations += getattr(layer, "operations", ())
-    return _unique(operations)
+    return unique(operations)
 
 
 def is_layer(candidate: Any) -> bool:
@@ -110,14 +111,14 @@ def metrics_of(model: Any) -> list:
         "compiled_loss",
     ):
         containers.append(getattr(model, name, None))
-    return _unique(itertools.chain.from_iterable(map(_flat, containers)))
+    return unique(itertools.chain.from_iterable(map(_flat, containers)))
 
 
 def loss_trackers_of(model: Any) -> list:
     """Return the metrics to which Keras itself passes losses, with the number of samples in the batch."""
     names = ("_loss_tracker", "_compile_loss", "compiled_loss")
     trackers = [getattr(model, name, None) for name in names]
-    return _unique(itertools.chain.from_iterable(map(_flat, trackers)))
+    return unique(itertools.chain.from_iterable(map(_flat, trackers)))
 
 
 # Those of the compiled metrics and of the compiled losses, which have no state of their own.
@@ -224,7 +225,7 @@ def moving_statistics(model: Any, metrics: Iterable) -> list:
         if layer.trainable:
             updated += _not_trained(layer)
     variables = []
-    for variable in _unique(updated):
+    for variable in unique(updated):
         if id(variable) not in excluded and not is_vocabulary(variable):
             variables.append(variable)
     return [variable for variable in variables if tf.as_dtype(variable.dtype).is_floating]
@@ -294,7 +295,7 @@ def _forward_of_keras_3(model: Any, x: Any) -> Any:
     return model(x)
 
 
-def _unique(objects: Iterable) -> list:
+def unique(objects: Iterable) -> list:
     """Return objects once each, in their order; variables have no hash, or compare elements."""
     return list({id(instance): instance for instance in objects}.values())
 
@@ -376,7 +377,7 @@ def _batch_normalizations() -> list:
     """Return the class of each imported Keras that computes moments."""
     classes = []
     for name in ("keras", "tf_keras"):
-        layers: Any = getattr(sys.modules.get(name), "layers", None)
+        layers = getattr(sys.modules.get(name), "layers", None)
         exported = getattr(layers, "BatchNormalization", None)
         # A Keras that is just being imported lacks the class.
         if exported is not None:

@@ -18,8 +18,10 @@ from npu_device._src.compat.keras import (
     in_checkpoint,
     inner_variable,
     is_keras_3,
+    is_overwritten,
     is_share,
     keras_of,
+    of_keras_3,
     with_inner,
 )
 
@@ -72,7 +74,7 @@ def why_not_alone(optimizer: Any) -> str:
 
 def is_optimizer_built(optimizer: Any) -> bool:
     """Return whether an optimizer, or a loss-scale optimizer and the one inside, has its variables."""
-    if is_keras_3(keras_of(optimizer)):
+    if of_keras_3(optimizer):
         return bool(optimizer.built)
     return bool(getattr(with_inner(optimizer)[-1], "_built", False))
 
@@ -99,7 +101,7 @@ def undivided_state(optimizer: Any, whole_slots: Sequence) -> list:
     ]
     needed_ids = set(map(id, needed))
     state = list(optimizer.variables)
-    if not is_keras_3(keras_of(optimizer)):
+    if not of_keras_3(optimizer):
         state = tf_keras_slots.variables_held(optimizer)
     undivided = []
     for variable in state:
@@ -131,7 +133,7 @@ def _is_slot(slot: Any, variable: Any) -> bool:
 
 def update_without_gradients(optimizer: Any) -> None:
     """Do what an update does besides changing variables, their slots and the count: Keras does nothing at all."""
-    if not is_keras_3(keras_of(optimizer)):
+    if not of_keras_3(optimizer):
         # All ranks add up the norms together.
         optimizer._clip_gradients([])
         return
@@ -141,16 +143,11 @@ def update_without_gradients(optimizer: Any) -> None:
 
 def count_update(optimizer: Any) -> Any:
     """Count an update, and return what ``apply_gradients`` returns."""
-    if not is_keras_3(keras_of(optimizer)):
+    if not of_keras_3(optimizer):
         # tf-keras computes the rate of a schedule in each step.
         optimizer._compute_current_learning_rate()
     optimizer._iterations.assign_add(1)
     return optimizer._iterations
-
-
-def is_overwritten(variable: Any) -> bool:
-    """Return whether a variable gets its gradient as its value, and is left out of norms and averages."""
-    return bool(getattr(variable, "overwrite_with_gradient", False))
 
 
 def clips_by_global_norm(optimizer: Any) -> bool:
@@ -218,7 +215,7 @@ def clipped_with_all(
     was_set = name in vars(optimizer)
 
     def clip_with_all(_: Any) -> list:
-        clipped: list = gradients
+        clipped = gradients
         if is_legacy:
             clipped = [
                 (gradient, pairs[position][1]) for gradient, position in zip(gradients, positions)
@@ -243,7 +240,7 @@ def with_averages(
     """Call a method of an optimizer with some of the variables that it trains, given by their positions."""
     chosen = [trained[index] for index in indices]
     # tf-keras looks up the average of each variable, so that no other averages are in the way.
-    if not is_keras_3(keras_of(optimizer)):
+    if not of_keras_3(optimizer):
         return method(chosen)
     averages = getattr(optimizer, _AVERAGES)
     # While the method runs, the optimizer has the averages of the chosen variables only. Keras's own ``__setattr__`` is
@@ -374,7 +371,7 @@ def trained_in_order(optimizer: Any, variables: Sequence) -> list | None:
     """Return the variables for which an optimizer is built, in the order of its slots. tf-keras doesn't keep them: it
     may be one of the given ones only, or the answer is None.
     """
-    if is_keras_3(keras_of(optimizer)):
+    if of_keras_3(optimizer):
         return list(optimizer._trainable_variables)
     return tf_keras_slots.in_order_of_slots(optimizer, variables)
 

@@ -169,7 +169,7 @@ def lines_of_stack(frame: Any) -> Iterator[tuple[str, int, str]]:
     map from lines to lines (TensorFlow 2.15 to 2.21). ``tf_stack`` knows it as well, but ends the process if a path
     isn't ASCII while Python isn't in UTF-8 mode (TensorFlow 2.20).
     """
-    rewritten: list[tuple[str, int]] = []
+    rewritten = []
     while frame is not None:
         code = frame.f_code
         if "__autograph_generated_file" in code.co_filename:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Callable
 
 import numpy as np
 import tensorflow as tf
@@ -128,7 +128,7 @@ def clipped_by_norm(
     """Return gradients clipped as ``tf.clip_by_global_norm`` does, bit by bit, given the norms of all ranks."""
     half_squared = tf.reduce_sum(tf.stack(half_squared_norms))
     norm = tf.sqrt(half_squared * tf.constant(2.0, half_squared.dtype))
-    clipped: list = tf.clip_by_global_norm(list(gradients), largest, use_norm=norm)[0]
+    clipped = tf.clip_by_global_norm(list(gradients), largest, use_norm=norm)[0]
     return clipped
 
 
@@ -175,32 +175,20 @@ def _adopt_handle(slot: Any, holder: Any) -> None:
 
 @functools.cache
 def _own_class(variable_class: Any) -> Any:
-    """Return the class of slots that only this rank holds."""
+    """Return the class of slots that only this rank holds; their ``SHARE`` learns when the script assigns them."""
 
-    class OwnVariable(variable_class):
-        """A slot that only this rank holds. Its ``SHARE`` learns when the script assigns it a value."""
+    def noting(name: str) -> Callable[..., Any]:
+        change = getattr(variable_class, name)
 
-        def assign(self, *args: Any, **kwargs: Any) -> Any:
-            assigned = super().assign(*args, **kwargs)
+        def changed(self: Any, *args: Any, **kwargs: Any) -> Any:
+            outcome = change(self, *args, **kwargs)
             getattr(self, SHARE).note_assigned()
-            return assigned
+            return outcome
 
-        def assign_add(self, *args: Any, **kwargs: Any) -> Any:
-            assigned = super().assign_add(*args, **kwargs)
-            getattr(self, SHARE).note_assigned()
-            return assigned
+        return changed
 
-        def assign_sub(self, *args: Any, **kwargs: Any) -> Any:
-            assigned = super().assign_sub(*args, **kwargs)
-            getattr(self, SHARE).note_assigned()
-            return assigned
-
-        def _restore_from_tensors(self, restored_tensors: dict[str, Any]) -> Any:
-            restored = super()._restore_from_tensors(restored_tensors)
-            getattr(self, SHARE).note_assigned()
-            return restored
-
-    return OwnVariable
+    changes = ("assign", "assign_add", "assign_sub", "_restore_from_tensors")
+    return type("OwnVariable", (variable_class,), {name: noting(name) for name in changes})
 
 
 @functools.cache

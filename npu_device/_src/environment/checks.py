@@ -17,9 +17,7 @@ def _variables_of(owner: ModuleType) -> list[Variable]:
     return [variable for variable in vars(owner).values() if isinstance(variable, Variable)]
 
 
-ALL: tuple[Variable, ...] = tuple(
-    variable for owner in _OWNERS for variable in _variables_of(owner)
-)
+ALL = tuple[Variable, ...](variable for owner in _OWNERS for variable in _variables_of(owner))
 """All variables, in the order of their owners."""
 
 HOROVOD_OF_A_RANK = (

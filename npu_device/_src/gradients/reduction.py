@@ -6,6 +6,7 @@ The job remembers which tensors are results: whoever applies gradients is asked 
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 import zlib
 from collections import deque
@@ -352,6 +353,24 @@ def all_finite(gradients: Sequence) -> tf.Tensor:
     )
 
 
+def with_nan_unless(agreed: tf.Tensor, gradients: Sequence) -> list:
+    """Return gradients, of which one is NaN if the ranks haven't agreed that all are finite."""
+    gradients = list(gradients)
+    sizes = {}
+    for position, gradient in enumerate(gradients):
+        if gradient is not None:
+            sizes[position] = dense_of(gradient).shape.num_elements() or sys.maxsize
+
+    def nan_unless_agreed(values: tf.Tensor) -> tf.Tensor:
+        return tf.where(agreed, values, float("nan"))
+
+    if sizes:
+        # NaN in one gradient is enough, and the smallest is the cheapest to replace.
+        smallest = min(sizes, key=sizes.__getitem__)
+        gradients[smallest] = with_values(gradients[smallest], nan_unless_agreed)
+    return gradients
+
+
 # The results of reductions
 
 
@@ -360,8 +379,8 @@ class ReducedTensors:
 
     def __init__(self) -> None:
         self.calls = 0
-        self._eager: deque[weakref.ref[Any]] = deque(maxlen=_LATEST)
-        self._graphs: weakref.WeakKeyDictionary[tf.Graph, set[str]] = weakref.WeakKeyDictionary()
+        self._eager = deque[weakref.ref[Any]](maxlen=_LATEST)
+        self._graphs = weakref.WeakKeyDictionary[tf.Graph, set[str]]()
 
     def add(self, reduced: Iterable) -> None:
         self.calls += 1
@@ -403,7 +422,7 @@ class ReducedTensors:
         reduced = self._graphs.get(graph, ())
         captured = {id(inside): outside for outside, inside in getattr(graph, "captures", ())}
         for operation in graph.get_operations():
-            sources: set[str] = set()
+            sources = set()
             # What a tape computes is a gradient of this rank, whatever it is computed from.
             if _TAPE in operation.name:
                 sources = {"tape"}

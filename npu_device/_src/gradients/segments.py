@@ -46,11 +46,11 @@ def _dense(tensor: Any) -> tf.Tensor:
 def _operations_needed(targets: Sequence[tf.Operation]) -> list[int]:
     """Return the number of operations on which each target depends."""
     # Every operation gets a set of the targets that depend on it, as the bits of an integer.
-    dependents: defaultdict[tf.Operation, int] = defaultdict(int)
+    dependents = defaultdict[tf.Operation, int](int)
     for position, target in enumerate(targets):
         dependents[target] |= 1 << position
     # Most operations share their set with others: they are counted by sets, and the sets by targets.
-    counts: Counter[int] = Counter()
+    counts = Counter[int]()
     for operation in _consumers_first(targets):
         bits = dependents[operation]
         counts[bits] += 1
@@ -65,8 +65,8 @@ def _operations_needed(targets: Sequence[tf.Operation]) -> list[int]:
 def _consumers_first(targets: Sequence[tf.Operation]) -> list[tf.Operation]:
     """Return all operations that the targets depend on, each after those that use it."""
     # Without recursion, since graphs are too deep for it.
-    finished: list[tf.Operation] = []
-    visited: set[tf.Operation] = set()
+    finished = []
+    visited = set()
     for target in targets:
         if target in visited:
             continue
@@ -103,7 +103,7 @@ def cut(
     one travels with the others. Raises ValueError if the strategy doesn't fit the number of gradients.
     """
     by_dtype, alone = _by_dtype(tensors, fusion)
-    joined: list[list[int]] = []
+    joined = []
     for dtype, positions in by_dtype.items():
         ordered = positions
         if len(positions) > 1:
@@ -125,7 +125,7 @@ def cut(
 def _by_dtype(tensors: Sequence, fusion: int) -> tuple[dict[tf.DType, list[int]], list[list[int]]]:
     """Return the positions of the tensors that may travel together, by dtype, and of those that travel alone."""
     by_dtype: dict[tf.DType, list[int]] = {}
-    alone: list[list[int]] = []
+    alone = []
     for position, tensor in enumerate(tensors):
         if not isinstance(tensor, tf.Tensor):
             continue

@@ -28,7 +28,7 @@ _strategies: dict[tuple[str, str], list] = {}
 """By parameter and group: what the script has set."""
 # Shorter lists are metrics and the like, not a model's gradients; they need no message.
 _FEWEST_GRADIENTS = 4
-_logged: set[str] = set()
+_logged = set[str]()
 
 
 def set_by_idx(idxList: Any, group: str = WORLD_GROUP) -> None:

@@ -234,8 +234,8 @@ def _distributed(original: Any) -> Any:
     ) -> Any:
         """Return pairs of variable and gradient: those of local sources, and the others."""
         pairs = list(zip(sources, self.gradient(target, sources, *args, **kwargs)))
-        local: list = []
-        common: list = []
+        local = []
+        common = []
         for pair in pairs:
             if self.npu_local.has(pair[0]):
                 local.append(pair)

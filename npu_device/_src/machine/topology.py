@@ -85,7 +85,7 @@ def read_machine(root: Path = Path("/"), cpus: Collection[int] | None = None) ->
         cpus = os.sched_getaffinity(0)
     # Each CPU has a folder of its own; only nodes list theirs.
     numa_nodes = _numa_nodes(root)
-    cores: dict[int, Core] = {}
+    cores = {}
     for cpu in sorted(cpus):
         folder = root / f"sys/devices/system/cpu/cpu{cpu}"
         # Some containers lack the file: then each CPU counts as a core.

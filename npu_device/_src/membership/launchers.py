@@ -344,7 +344,7 @@ def _ask_mpi(launched: Launched) -> tuple[tuple[str, ...], int, bytes]:
         "and tells no rank where rank 0 is"
     )
     try:
-        mpi: Any = importlib.import_module("mpi4py.MPI")
+        mpi = importlib.import_module("mpi4py.MPI")
     except (ImportError, RuntimeError) as error:
         # mpi4py raises a RuntimeError if it finds no library of MPI.
         raise ClusterError(

@@ -20,7 +20,6 @@ from typing import Any
 from npu_device._src import environment
 from npu_device._src.cluster.description import Cluster
 from npu_device._src.cluster.roster import start_time
-from npu_device._src.wording import ranges, ranks_of
 
 _NAMES = """
 RANK_TABLE_FILE RANK_ID RANK_SIZE POD_NAME CM_CHIEF_IP CM_CHIEF_PORT CM_CHIEF_DEVICE CM_WORKER_SIZE CM_WORKER_IP
@@ -41,24 +40,23 @@ class ParentRank:
     pid: int
     rank: int
     world_size: int
-    neighbours: str  # the ranks of its host, itself among them, as ``ranges`` writes them
+    neighbours: list[int]  # the ranks of its host, itself among them
     device_id: int
 
     @property
     def local_rank(self) -> int:
-        return ranks_of(self.neighbours).index(self.rank)
+        return self.neighbours.index(self.rank)
 
     @property
     def local_size(self) -> int:
-        return len(ranks_of(self.neighbours))
+        return len(self.neighbours)
 
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.world_size} (process {self.pid})"
 
     @classmethod
     def of(cls, cluster: Cluster, pid: int) -> ParentRank:
-        neighbours = ranges(cluster.neighbours)
-        return cls(pid, cluster.rank, cluster.world_size, neighbours, cluster.device_id)
+        return cls(pid, cluster.rank, cluster.world_size, cluster.neighbours, cluster.device_id)
 
 
 def mark(cluster: Cluster) -> None:

@@ -99,7 +99,7 @@ def _read_servers(table: Fields) -> list[TableDevice]:
         raise table.wrong("version", '"1.0" or "1.2"')
     servers = table.objects("server_list")
     table.check_count("server_count", len(servers), "entries of server_list")
-    devices: list[TableDevice] = []
+    devices = []
     server_ids: list[str] = []
     for server in servers:
         server_id = server.text("server_id", "text of 1 to 64 characters", limit=64)
@@ -180,7 +180,7 @@ def _check_ranks(path: str, devices: Sequence[TableDevice]) -> None:
             f"rank {expected} is missing, while {device.location} is rank {device.rank}; "
             f"expected the {len(devices)} ranks 0 to {len(devices) - 1} without gaps",
         )
-    finished_servers: set[str] = set()
+    finished_servers = set()
     for previous, device in zip(devices, devices[1:]):
         if device.server_id != previous.server_id:
             finished_servers.add(previous.server_id)
@@ -241,13 +241,13 @@ def load_object(path: str) -> Fields:
     return Fields(path, "", content)
 
 
+@dataclass
 class Fields:
     """One JSON object of a table and its location in the file, so that each error can name the field."""
 
-    def __init__(self, path: str, location: str, content: dict[str, Any]) -> None:
-        self.path = path
-        self.content = content
-        self._location = location
+    path: str
+    _location: str
+    content: dict[str, Any]
 
     def location(self, name: str) -> str:
         """Return the location of a field of this object: ``server_list[0].device[1].rank_id``."""

@@ -375,7 +375,7 @@ class _Recurrent(tf.Module):
         x = tf.convert_to_tensor(x, self._dtype)
         # The input's size is known at the first call.
         if not self._built:
-            scope: Any = contextlib.nullcontext()
+            scope = contextlib.nullcontext()
             if _in_session():
                 # A scope that is entered again with ``reuse`` has the layer in it again, with the same weights.
                 scope = tf.compat.v1.variable_scope(None, self.name)

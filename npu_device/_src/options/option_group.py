@@ -128,7 +128,7 @@ class OptionGroup:
 
     def as_dict(self) -> dict[str, str]:
         """Return the options that are set, including those of groups: plain name to text."""
-        flat: dict[str, str] = {}
+        flat = {}
         for name, option in self._options.items():
             if isinstance(option, OptionGroup):
                 flat.update(option.as_dict())

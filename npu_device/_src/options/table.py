@@ -67,7 +67,7 @@ class Section:
 
     def rules(self, prefix: str = "") -> list[tuple[str, Rule]]:
         """Return all options, those of further groups too, each with its path."""
-        rules: list[tuple[str, Rule]] = []
+        rules = []
         for declaration in self.declarations:
             path = prefix + declaration.name
             if isinstance(declaration, Section):

@@ -6,7 +6,7 @@ from typing import Any
 
 import libcst as cst
 
-from npu_device._src.port.nodes import argument, dotted, is_call_of, method, walk
+from npu_device._src.port.nodes import argument, bounded, dotted, is_call_of, method, walk
 from npu_device._src.port.port import DONE, OPEN, Port
 from npu_device._src.port.rules import WORDS_BY_TOPIC
 from npu_device._src.port.script import BLOCKS
@@ -49,22 +49,20 @@ def _is_made_once(port: Port, batch: Any) -> bool:
     return True
 
 
-def _batch(port: Port, node: Any, depth: int = 0) -> Any:
+@bounded(12, None)
+def _batch(port: Port, node: Any) -> Any:
     """Return the call of ``batch`` behind what a loop reads, or None."""
-    # Assignments may go round in a circle.
-    if depth > 12:
-        return None
     if method(node) in WORDS_BY_TOPIC["batches"]:
         return node
     has_argument = isinstance(node, cst.Call) and bool(node.args)
     # A call such as enumerate(data) gives the elements of its argument.
     if has_argument and port.called_word(node) in WORDS_BY_TOPIC["passes data on"]:
-        return _batch(port, node.args[0].value, depth + 1)
+        return _batch(port, node.args[0].value)
     if method(node) and not port.name(node.func) and not port.functions(node.func, node):
         # The call is a method of the dataset, such as ``prefetch``.
-        return _batch(port, node.func.value, depth + 1)
+        return _batch(port, node.func.value)
     for origin in port.origins(node):
-        batch = _batch(port, origin, depth + 1)
+        batch = _batch(port, origin)
         if batch is not None:
             return batch
     return None

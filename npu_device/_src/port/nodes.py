@@ -2,12 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import libcst as cst
 
 DEFINITIONS = (cst.FunctionDef, cst.ClassDef)
+
+
+def bounded(steps: int, unknown: Any) -> Callable[[Callable], Callable]:
+    """Let a function that follows a node back, by calling itself, return ``unknown`` after that many steps: assignments
+    may go round in a circle.
+    """
+
+    def decorate(follow: Callable) -> Callable:
+        depth = 0
+
+        @functools.wraps(follow)
+        def follow_step(owner: Any, node: Any) -> Any:
+            nonlocal depth
+            if depth > steps:
+                return unknown
+            depth += 1
+            try:
+                return follow(owner, node)
+            finally:
+                depth -= 1
+
+        return follow_step
+
+    return decorate
 
 
 def walk(node: Any, into_definitions: bool = True) -> Iterator:

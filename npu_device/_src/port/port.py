@@ -54,7 +54,7 @@ class Port(Script):
         self.findings: list[Finding] = []
         self.imports: list[str] = []
         self.opened_after: list = []
-        self.replicated: set[tuple[str, Any]] = set()
+        self.replicated = set[tuple[str, Any]]()
         # Lines to insert, by statement and whether they follow it.
         self._inserted: dict[tuple[Any, bool], dict[str, None]] = {}
         self._replaced: dict[Any, str] = {}

@@ -94,7 +94,7 @@ def scripts(folder: Path) -> Iterator[Path]:
 def entries(sources: Collection[Source]) -> list[Path]:
     """Return the files with which a job may start: those that ask for it, and those that no other file imports."""
     # Words are compared, as a module may be imported from a package, or under another name.
-    imported_words: set[str] = set()
+    imported_words = set()
     for source in sources:
         for line in re.findall(r".*\bimport\b.*", source.text):
             imported_words.update(re.findall(r"\w+", line))

@@ -9,7 +9,7 @@ from typing import Any
 
 import libcst as cst
 
-from npu_device._src.port.nodes import argument, dotted, last_word, method
+from npu_device._src.port.nodes import argument, bounded, dotted, last_word, method
 from npu_device._src.port.port import Port
 from npu_device._src.port.rules import WORDS_BY_TOPIC
 
@@ -29,7 +29,6 @@ _DEVICES = re.compile(
     re.I,
 )
 _LENGTH_OF_BATCH = re.compile(r"shape(\(\w+\))?\[0\]$")
-_DEEPEST = 20  # steps back from a loss; assignments may go round in a circle
 
 
 class Scale(enum.Enum):
@@ -41,15 +40,14 @@ class Scale(enum.Enum):
     SHARED = enum.auto()  # the same on all ranks, whatever the samples
     COUNT = enum.auto()  # the number of samples of the rank
     REPLICAS = enum.auto()  # a number of which the number of ranks is a factor
-    DEVICES = (
-        enum.auto()
-    )  # the same for a number that may be the number of ranks, and what it changes
+    # The same for a number that may be the number of ranks, and what it changes.
+    DEVICES = enum.auto()
     UNKNOWN = enum.auto()
 
 
 def scaling(port: Port, loss: Any) -> Scale:
     """Return how an expression for a loss scales."""
-    return _Reader(port).scale(loss, 0)
+    return _Reader(port).scale(loss)
 
 
 def counts_replicas(port: Port, node: Any) -> bool:
@@ -72,36 +70,37 @@ class _Reader:
     def __init__(self, port: Port) -> None:
         self._port = port
 
-    def scale(self, node: Any, depth: int) -> Scale:
-        if node is None or depth > _DEEPEST:
+    @bounded(20, Scale.UNKNOWN)
+    def scale(self, node: Any) -> Scale:
+        if node is None:
             return Scale.UNKNOWN
         # A number such as 0.5 is the same everywhere.
         if isinstance(node, (cst.Integer, cst.Float)):
             return Scale.SHARED
         # A sign, as in -x, changes nothing.
         if isinstance(node, cst.UnaryOperation):
-            return self.scale(node.expression, depth + 1)
+            return self.scale(node.expression)
         # An operation such as a * b combines both sides.
         if isinstance(node, cst.BinaryOperation):
-            left_scale = self.scale(node.left, depth + 1)
-            right_scale = self.scale(node.right, depth + 1)
+            left_scale = self.scale(node.left)
+            right_scale = self.scale(node.right)
             return _combined(node.operator, left_scale, right_scale)
         # An element, such as tf.shape(x)[0], may be the number of samples.
         if isinstance(node, cst.Subscript):
             return self._of_subscript(node)
         if isinstance(node, cst.Call):
-            return self._of_call(node, depth)
-        return self._of_name(node, depth)
+            return self._of_call(node)
+        return self._of_name(node)
 
     def _of_subscript(self, node: Any) -> Scale:
         if _LENGTH_OF_BATCH.search(self._port.text(node)):
             return Scale.COUNT
         return Scale.UNKNOWN
 
-    def _of_name(self, node: Any, depth: int) -> Scale:
+    def _of_name(self, node: Any) -> Scale:
         if isinstance(node, cst.Attribute) and node.attr.value == "num_replicas_in_sync":
             return Scale.REPLICAS
-        scale = self._of_all(self._port.origins(node), depth)
+        scale = self._of_all(self._port.origins(node))
         # A number such as num_gpus = len(gpus) may be another one on the ranks.
         if scale is not Scale.REPLICAS and _DEVICES.search(last_word(dotted(node))):
             return Scale.DEVICES
@@ -112,9 +111,9 @@ class _Reader:
             return Scale.SHARED
         return scale
 
-    def _of_all(self, origins: Iterable, depth: int) -> Scale:
+    def _of_all(self, origins: Iterable) -> Scale:
         """Return the scale of several values that one expression may have; UNKNOWN if they differ."""
-        scales = {self.scale(origin, depth + 1) for origin in origins}
+        scales = {self.scale(origin) for origin in origins}
         if Scale.DEVICES in scales:
             return Scale.DEVICES
         if len(scales) != 1:
@@ -130,13 +129,13 @@ class _Reader:
             return False
         return "shape(" not in self._port.text(assignment.value)
 
-    def _of_call(self, call: Any, depth: int) -> Scale:
+    def _of_call(self, call: Any) -> Scale:
         word = self._port.called_word(call)
         operand = None
         if call.args:
             operand = call.args[0].value
         if word in ("reduce_mean", "reduce_sum"):
-            return self._of_reduction(call, word, operand, depth)
+            return self._of_reduction(call, word, operand)
         if word == "compute_average_loss":
             # The call divides by the global batch size if it is told that: then the ranks' losses add up.
             if argument(call, "global_batch_size", 2) is None:
@@ -149,11 +148,11 @@ class _Reader:
                 return Scale.DEVICES
             return Scale.COUNT
         if word in WORDS_BY_TOPIC["keeps the scale of a loss"]:
-            return self.scale(operand, depth + 1)
-        return self._of_function(call, word, operand, depth)
+            return self.scale(operand)
+        return self._of_function(call, word, operand)
 
-    def _of_reduction(self, call: Any, word: str, operand: Any, depth: int) -> Scale:
-        inner = self.scale(operand, depth + 1)
+    def _of_reduction(self, call: Any, word: str, operand: Any) -> Scale:
+        inner = self.scale(operand)
         if inner in (*_NUMBERS, Scale.SHARED):
             # A reduction of a single number changes nothing.
             return inner
@@ -165,27 +164,27 @@ class _Reader:
             return Scale.MEAN
         return Scale.SUM
 
-    def _of_function(self, call: Any, word: str, operand: Any, depth: int) -> Scale:
+    def _of_function(self, call: Any, word: str, operand: Any) -> Scale:
         name = self._port.name(call.func)
         if name.startswith("tensorflow.") and word in _OPERATORS and len(call.args) > 1:
-            left_scale = self.scale(operand, depth + 1)
-            right_scale = self.scale(call.args[1].value, depth + 1)
+            left_scale = self.scale(operand)
+            right_scale = self.scale(call.args[1].value)
             return _combined(_OPERATORS[word](), left_scale, right_scale)
         if name.startswith("keras.losses.") and ".v1" in self._port.text(call.func):
             # The functions of tf.compat.v1.losses reduce by themselves.
             return Scale.MEAN
         if name.startswith(("keras.", "tensorflow.", "numpy.")):
-            return self._of_samples(word, operand, depth)
+            return self._of_samples(word, operand)
         if word in ("compiled_loss", "compute_loss") and not self._port.callees(call):
             # Keras's own method of the model, whose result is a mean.
             return Scale.MEAN
         if self._port.maker(call.func).startswith("keras.losses."):
             return self._of_loss_object(call)
-        return self._of_all(self._port.origins(call), depth)
+        return self._of_all(self._port.origins(call))
 
-    def _of_samples(self, word: str, operand: Any, depth: int) -> Scale:
+    def _of_samples(self, word: str, operand: Any) -> Scale:
         """Return the scale of a function of a library, most of which work on each sample."""
-        scale = self.scale(operand, depth + 1)
+        scale = self.scale(operand)
         if scale in (Scale.REPLICAS, Scale.DEVICES):
             return Scale.DEVICES
         # The root of a mean, or the largest sample, is neither the sum nor the mean of the ranks' values.

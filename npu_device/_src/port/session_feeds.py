@@ -8,13 +8,12 @@ from typing import Any
 import libcst as cst
 
 from npu_device._src.port.loop_data import SHARE, is_slice
-from npu_device._src.port.nodes import argument, dotted, is_call_of, method
+from npu_device._src.port.nodes import argument, bounded, dotted, is_call_of, method
 from npu_device._src.port.port import DONE, OPEN, Port
 from npu_device._src.port.rules import WORDS_BY_TOPIC
 from npu_device._src.port.script import Assignment
 
 _OPERATIONS = (cst.BinaryOperation, cst.UnaryOperation, cst.IfExp)
-_DEEPEST = 20  # steps back from a value; assignments may go round in a circle
 
 
 class Feed(enum.Enum):
@@ -27,14 +26,14 @@ class Feed(enum.Enum):
 
 def divide_feed(port: Port, call: Any) -> None:
     """Divide what the training step of a session is fed with."""
-    feeds: dict[Any, Feed] = {}
+    feeds = {}
     feed_dict = argument(call, "feed_dict", 1)
     # The dictionary may have a name: feed_dict=feed, where feed = {x: …}
     if feed_dict is not None and dotted(feed_dict):
         feed_dict = next(iter(port.origins(feed_dict)), feed_dict)
     if isinstance(feed_dict, cst.Dict):
         reader = _Reader(port, call)
-        feeds = {pair.value: reader.feed(pair.value, 0) for pair in feed_dict.elements}
+        feeds = {pair.value: reader.feed(pair.value) for pair in feed_dict.elements}
     if Feed.BATCH not in feeds.values() or Feed.UNKNOWN in feeds.values():
         port.report(OPEN, "no dataset", call)
         return
@@ -56,9 +55,8 @@ class _Reader:
         statements = port.around(call)
         self._loops = [outer for outer in statements if isinstance(outer, (cst.For, cst.While))]
 
-    def feed(self, node: Any, depth: int) -> Feed:
-        if depth > _DEEPEST:
-            return Feed.UNKNOWN
+    @bounded(20, Feed.UNKNOWN)
+    def feed(self, node: Any) -> Feed:
         is_truth = self._port.text(node) in ("True", "False")
         if is_truth or isinstance(node, (cst.Integer, cst.Float)):
             return Feed.NUMBER
@@ -66,21 +64,21 @@ class _Reader:
             return Feed.BATCH
         # The test of a conditional expression says nothing of its value.
         if isinstance(node, cst.IfExp):
-            return self._of_operands([node.body, node.orelse], depth)
+            return self._of_operands([node.body, node.orelse])
         if isinstance(node, _OPERATIONS):
             operands = [child for child in node.children if isinstance(child, cst.BaseExpression)]
-            return self._of_operands(operands, depth)
+            return self._of_operands(operands)
         # It was changed in place: rate *= 0.5
         if isinstance(node, cst.AugAssign):
-            return self._of_operands([node.target, node.value], depth)
+            return self._of_operands([node.target, node.value])
         if isinstance(node, cst.Call):
-            return self._of_call(node, depth)
+            return self._of_call(node)
         if dotted(node):
-            return self._of_name(node, depth)
+            return self._of_name(node)
         return Feed.UNKNOWN
 
-    def _of_operands(self, operands: list, depth: int) -> Feed:
-        feeds = {self.feed(operand, depth + 1) for operand in operands}
+    def _of_operands(self, operands: list) -> Feed:
+        feeds = {self.feed(operand) for operand in operands}
         # A batch with anything else has the samples of the batch.
         if Feed.BATCH in feeds:
             return Feed.BATCH
@@ -88,19 +86,19 @@ class _Reader:
             return Feed.NUMBER
         return Feed.UNKNOWN
 
-    def _of_call(self, call: Any, depth: int) -> Feed:
+    def _of_call(self, call: Any) -> Feed:
         values = self._port.origins(call)
         if self._gives_number(call):
             values = [arg.value for arg in call.args]
         # A batch among them doesn't make the result one: len(batch)
-        if self._of_operands(values, depth) is Feed.NUMBER:
+        if self._of_operands(values) is Feed.NUMBER:
             return Feed.NUMBER
         return Feed.UNKNOWN
 
     def _gives_number(self, call: Any) -> bool:
         return self._port.called_word(call) in WORDS_BY_TOPIC["gives a number"]
 
-    def _of_name(self, node: Any, depth: int) -> Feed:
+    def _of_name(self, node: Any) -> Feed:
         assignment = self._port.assigned(node)
         if assignment is None:
             return Feed.UNKNOWN
@@ -110,12 +108,12 @@ class _Reader:
         values = self._port.origins(node)
         if isinstance(value, cst.AugAssign):
             values = [value]
-        feed = self._of_operands(values, depth)
+        feed = self._of_operands(values)
         if feed is Feed.NUMBER:
             return feed
         is_in_loop = any(outer in self._loops for outer in self._port.around(assignment.statement))
         # What comes from outside of the loop isn't a batch, but all of the data.
-        if is_in_loop and (feed is Feed.BATCH or self._makes_batch(assignment, depth)):
+        if is_in_loop and (feed is Feed.BATCH or self._makes_batch(assignment)):
             return Feed.BATCH
         return Feed.UNKNOWN
 
@@ -130,21 +128,21 @@ class _Reader:
         # It may be one sample after the other.
         return Feed.UNKNOWN
 
-    def _makes_batch(self, assignment: Assignment, depth: int) -> bool:
+    def _makes_batch(self, assignment: Assignment) -> bool:
         """Return True if what a loop assigns isn't known, but looks like a batch."""
         value = assignment.value
         if isinstance(value, cst.Subscript):
             # An element that the loop counts to may be a number: rates[epoch]
-            return isinstance(value.slice[0].slice, cst.Slice) or not self._counts(value, depth)
+            return isinstance(value.slice[0].slice, cst.Slice) or not self._counts(value)
         if not isinstance(value, cst.Call):
             return isinstance(value, cst.ListComp)
         # Several values are a batch and its labels: x, y = batch_of(step)
         if assignment.portion.position is not None or method(value) in WORDS_BY_TOPIC["draws"]:
             return True
         # One value may be a rate: rate = schedule(epoch)
-        feed = self._of_operands([arg.value for arg in value.args], depth)
+        feed = self._of_operands([arg.value for arg in value.args])
         return feed is not Feed.NUMBER and not self._gives_number(value)
 
-    def _counts(self, subscript: Any, depth: int) -> bool:
+    def _counts(self, subscript: Any) -> bool:
         index = subscript.slice[0].slice.value
-        return not isinstance(index, cst.Integer) and self.feed(index, depth + 1) is Feed.NUMBER
+        return not isinstance(index, cst.Integer) and self.feed(index) is Feed.NUMBER

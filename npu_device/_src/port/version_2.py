@@ -10,7 +10,15 @@ from typing import Any
 import libcst as cst
 
 from npu_device._src.port.loop_data import divide
-from npu_device._src.port.nodes import DEFINITIONS, argument, dotted, is_call_of, method, walk
+from npu_device._src.port.nodes import (
+    DEFINITIONS,
+    argument,
+    bounded,
+    dotted,
+    is_call_of,
+    method,
+    walk,
+)
 from npu_device._src.port.port import DONE, NOTE, OPEN, Port
 from npu_device._src.port.rules import WORDS_BY_TOPIC
 from npu_device._src.port.scaling import Scale, counts_replicas, scaling
@@ -154,7 +162,8 @@ def _looks_like_training(call: Any) -> bool:
     return any(argument(call, name) is not None for name in WORDS_BY_TOPIC["arguments of fit"])
 
 
-def _trainee(port: Port, node: Any, depth: int = 0) -> _Trainee:
+@bounded(6, _Trainee.UNKNOWN)
+def _trainee(port: Port, node: Any) -> _Trainee:
     if isinstance(node, cst.Call):
         name = port.name(node.func)
         class_name = dotted(node.func)
@@ -166,12 +175,10 @@ def _trainee(port: Port, node: Any, depth: int = 0) -> _Trainee:
         bodies = [function.body for function in port.callees(node)]
         if any(method(inner) == "compile" for body in bodies for inner in walk(body)):
             return _Trainee.COMPILED
-    # Assignments may go round in a circle.
-    if depth < 6:
-        for origin in port.origins(node):
-            trainee = _trainee(port, origin, depth + 1)
-            if trainee is not _Trainee.UNKNOWN:
-                return trainee
+    for origin in port.origins(node):
+        trainee = _trainee(port, origin)
+        if trainee is not _Trainee.UNKNOWN:
+            return trainee
     return _Trainee.UNKNOWN
 
 
@@ -285,7 +292,8 @@ def _reduce(port: Port, call: Any) -> None:
     )
 
 
-def _gradient(port: Port, node: Any, depth: int = 0) -> Any:
+@bounded(20, None)
+def _gradient(port: Port, node: Any) -> Any:
     """Return the call of ``tape.gradient`` behind gradients, which may have been changed since; None if unknown."""
     if method(node) == "gradient":
         return node
@@ -293,9 +301,9 @@ def _gradient(port: Port, node: Any, depth: int = 0) -> Any:
         assignment = port.assigned(node)
         # Reduced before the clip, so that all ranks clip alike.
         if assignment is not None and _is_clipped(assignment):
-            return _gradient(port, assignment.value.args[0].value, depth + 1)
-    # Assignments may go round in a circle; gradients that are divided by replicas aren't the tape's.
-    if depth >= 20 or counts_replicas(port, node):
+            return _gradient(port, assignment.value.args[0].value)
+    # Gradients that are divided by replicas aren't the tape's.
+    if counts_replicas(port, node):
         return None
     # The pairs may be made here: zip(gradients, variables)
     if is_call_of(node, "zip"):
@@ -303,7 +311,7 @@ def _gradient(port: Port, node: Any, depth: int = 0) -> Any:
     else:
         candidates = [*port.origins(node), *node.children]
     for candidate in candidates:
-        source = _gradient(port, candidate, depth + 1)
+        source = _gradient(port, candidate)
         if source is not None:
             return source
     return None
@@ -320,7 +328,7 @@ def _broadcast(port: Port, call: Any) -> None:
     is_of_model = False
     if isinstance(variables, cst.Attribute):
         is_of_model = variables.attr.value in WORDS_BY_TOPIC["variables of a model"]
-    names: list = []
+    names = []
     # The variables may belong to a model: model.trainable_variables
     if is_of_model:
         names = [variables.value]

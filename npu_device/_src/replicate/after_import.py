@@ -20,7 +20,7 @@ class AfterImport(importlib.abc.MetaPathFinder):
     def __init__(self, imported: Callable[[Sequence[ModuleType]], None], *names: str) -> None:
         self._imported = imported
         self._names = ("tensorflow", *KERAS_PACKAGES, *names)
-        self._busy: set[str] = set()
+        self._busy = set[str]()
         # Modules that the script's start has imported already.
         self._waiting = [sys.modules[name] for name in self._names if name in sys.modules]
         self._depth = 0

@@ -42,9 +42,9 @@ class Models:
         self._seed = seed
         # Keras's methods, by the Model class.
         self._keras_methods: dict[type, dict[str, Callable]] = {}
-        self._methods: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
+        self._methods = weakref.WeakKeyDictionary[Any, dict[str, Any]]()
         # Models by their ids.
-        self._models: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self._models = weakref.WeakValueDictionary[int, Any]()
         self._is_open = False
         self._steps = 0  # steps that train the models outside of fit
         if seed is not None:
@@ -65,7 +65,7 @@ class Models:
         from npu_device._src import compat
 
         for name in names.intersection(KERAS_PACKAGES):
-            keras: Any = sys.modules[name]
+            keras = sys.modules[name]
             originals = {method: getattr(keras.Model, method) for method in _OF_MODELS}
             self._keras_methods[keras.Model] = originals
             for method, original in originals.items():
@@ -124,11 +124,11 @@ class Models:
                 grads = list(grads)
                 given_variables = args[:1] or [keywords.get("trainable_variables")]
                 pairs = compat.gradients_and_variables(optimizer, grads, *given_variables)
-                weights: set[int] = set()
+                weights = set[int]()
                 for model in list(self._models.values()):
                     weights.update(map(id, compat.variables_of(model)))
                 if not self._methods or any(id(variable) in weights for _, variable in pairs):
-                    if compat.is_keras_3(compat.keras_of(optimizer)):
+                    if compat.of_keras_3(optimizer):
                         # The optimizer is built before the count, which may refuse the step, and outside of the
                         # function, where its variables would depend on the count.
                         with tf.init_scope():

@@ -125,17 +125,6 @@ def median_iteration(traces: Sequence[RankTrace]) -> int:
     return traces[0].iterations[ordered[len(ordered) // 2]].iteration
 
 
-def amount(size: float) -> str:
-    """Return a number of bytes with its unit.
-
-    >>> amount(102_228_128), amount(196)
-    ('102.2 MB', '0.2 kB')
-    """
-    if size >= 1e6:
-        return f"{size / 1e6:.1f} MB"
-    return f"{size / 1e3:.1f} kB"
-
-
 _NEGLIGIBLE = 0.02  # fraction of a step that isn't worth a change
 _MAJORITY = 0.9  # fraction of the bytes
 _LARGE_UPDATE = 0.1  # fraction of a step that a divided update would save

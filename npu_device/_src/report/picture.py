@@ -6,8 +6,9 @@ import math
 from dataclasses import dataclass
 from html import escape
 
-from npu_device._src.report.analysis import Analysis, amount
+from npu_device._src.report.analysis import Analysis
 from npu_device._src.trace.records import Iteration, RankTrace
+from npu_device._src.wording import amount
 
 COLOURS = {
     "input wait": "#cbd5e1",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 
-from npu_device._src.report.analysis import Analysis, RankFigures, amount
+from npu_device._src.report.analysis import Analysis, RankFigures
 from npu_device._src.trace.records import RankTrace
-from npu_device._src.wording import counted
+from npu_device._src.wording import amount, counted
 
 
 def summary(analysis: Analysis) -> str:

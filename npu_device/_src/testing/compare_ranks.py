@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +34,7 @@ def same_on_all_ranks(values: Any) -> None:
     from npu_device._src.pools import worker
     from npu_device._src.training.distribute.ranks import gather_object, size
     from npu_device._src.training.watching.digests import digest_of
+    from npu_device._src.world.share import named_leaves
 
     if size() == 1 and not worker.is_rank():
         raise RuntimeError(
@@ -41,7 +42,7 @@ def same_on_all_ranks(values: Any) -> None:
             "What to do: call it in the function that testing.run calls, or in a test with the mark ranks."
         )
     digests = {}
-    for name, leaf in _leaves(values, "values"):
+    for name, leaf in named_leaves("values", values):
         digests[name] = (digest_of(np.asarray(leaf)), _short(leaf))
     digests_by_rank = gather_object(digests)
     # Ranks may have different structures, so the names of all are looked at.
@@ -58,17 +59,6 @@ def same_on_all_ranks(values: Any) -> None:
         for rank, digests in enumerate(digests_by_rank):
             lines.append(f"  rank {rank}: {digests.get(name, nothing)[1]}")
         raise AssertionError("\n".join(lines))
-
-
-def _leaves(nest: Any, name: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(nest, Mapping):
-        for key, child in nest.items():
-            yield from _leaves(child, f"{name}[{key!r}]")
-    elif isinstance(nest, (list, tuple)):
-        for index, child in enumerate(nest):
-            yield from _leaves(child, f"{name}[{index}]")
-    else:
-        yield name, nest
 
 
 def _short(leaf: Any) -> str:
@@ -197,7 +187,7 @@ def _train(
     from npu_device._src.training.fit.replica import replicate
     from npu_device._src.verify.projections import projected
 
-    keras: Any = tf.keras
+    keras = tf.keras
     # Seeded, so that weights begin alike in each process.
     keras.utils.set_random_seed(_SEED)
     training = _Training()

@@ -72,19 +72,13 @@ def raise_(rank: int, step: int, error: BaseException | None = None) -> Fault:
 _armed: Armed | None = None
 
 
+@dataclass
 class Armed:
-    """A function with the faults that it has on the ranks; used there and in the process of the test.
+    """A function with the faults that it has on the ranks; used there and in the process of the test."""
 
-    Args:
-        func: the function.
-        faults: all of them.
-        directory: which all ranks see, and later attempts; it knows what has happened.
-    """
-
-    def __init__(self, func: Callable, faults: Sequence[Fault], directory: Path) -> None:
-        self.func = func
-        self._faults = faults
-        self._directory = directory
+    func: Callable
+    _faults: Sequence[Fault]
+    _directory: Path  # which all ranks see, and later attempts; it knows what has happened
 
     def __call__(self, *arguments: Any) -> Any:
         global _armed

@@ -126,7 +126,7 @@ def run_test(item: pytest.Item, nextitem: pytest.Item | None) -> bool:
 
 def _tear_down(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """End the fixtures of this process that the next test doesn't need, and report their errors, as pytest does."""
-    session: Any = item.session
+    session = item.session
     # After the last test of a run, all fixtures end.
     if session.shouldfail or session.shouldstop:
         nextitem = None

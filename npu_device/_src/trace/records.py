@@ -146,7 +146,7 @@ def read(directory: str | Path) -> list[RankTrace]:
 def _sections(path: Path) -> Iterator[RankTrace]:
     """Yield the trace of a file for each split of the gradients, which begins with a header."""
     header: dict[str, Any] | None = None
-    iterations: list[Iteration] = []
+    iterations = []
     # Another rank may be writing at this moment: a last line without a newline isn't complete yet.
     for line_number, line in enumerate(
         path.read_text(encoding="utf-8").splitlines(keepends=True), start=1

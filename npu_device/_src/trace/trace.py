@@ -27,7 +27,8 @@ from npu_device._src.collectives.engine_text import engine_name
 from npu_device._src.collectives.engines.host.host_engine import end_of
 from npu_device._src.collectives.graph import fetchable_call, origin
 from npu_device._src.collectives.group import Group
-from npu_device._src.collectives.job import Job, current
+from npu_device._src.collectives.job import Job, current, current_component
+from npu_device._src.threads import start_thread
 from npu_device._src.trace.records import (
     FILE,
     GradientRecord,
@@ -57,9 +58,6 @@ class Tracer:
             _remove_surplus_traces(settings.output, cluster.world_size)
         self._schemas: list[PointSchema] = []
         self._queue: tf.queue.FIFOQueue | None = None
-        self._thread = threading.Thread(
-            target=self._record_queued, name="npu_device-trace", daemon=True
-        )
         self._lock = threading.Lock()  # functions may be traced in several threads
 
     def hand_over(self, schema: PointSchema, points: Sequence) -> tf.Operation | None:
@@ -87,7 +85,7 @@ class Tracer:
         # Made eagerly, so that the queue outlives the graph that is being built.
         with compat.eager_mode():
             self._queue = tf.queue.FIFOQueue(_WAITING, [tf.int32, tf.float64])
-        self._thread.start()
+        self._thread = start_thread("npu_device-trace", self._record_queued)
         return self._queue
 
     def close(self) -> None:
@@ -124,10 +122,7 @@ def _remove_surplus_traces(output: Path, world_size: int) -> None:
 
 
 def running() -> Tracer | None:
-    job = current()
-    if job is None:
-        return None
-    return job.component(Tracer)
+    return current_component(Tracer)
 
 
 def start(job: Job, settings: Settings) -> None:

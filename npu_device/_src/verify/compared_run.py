@@ -256,7 +256,7 @@ class ComparedRun:
 
     def different_start(self) -> ComparedStep | None:
         """Return the first step of an optimizer before which the ranks have different variables."""
-        optimizers: set[str] = set()
+        optimizers = set()
         for step in self.steps[: self.index + 1]:
             if step.single.optimizer not in optimizers and step.ranks_differ("weights"):
                 return step

@@ -345,8 +345,8 @@ class _DirectoryListing(contextlib.ExitStack):
 
 def changed_since(begin: float, folders: Iterable[Path], runs_folder: Path) -> list[str]:
     """Return which of the first files below some folders have changed; none of the directory of all runs."""
-    changed: set[str] = set()
-    visited: set[str] = set()
+    changed = set()
+    visited = set()
     file_count = 0
     for root, directories, names in itertools.chain.from_iterable(map(os.walk, folders)):
         # A folder of data may hold millions of files. One folder may lie in the other.

@@ -28,6 +28,7 @@ from npu_device._src.cluster.time_limits import SWEEP_SECONDS
 from npu_device._src.cluster.tracebacks import is_user_file
 from npu_device._src.comparison.compare import Record, load
 from npu_device._src.replicate import main_program
+from npu_device._src.threads import start_thread
 from npu_device._src.verify.plan import DONE, PlannedProcess
 
 # An optimizer isn't waited for once another one of its model has made so many times the steps.
@@ -58,13 +59,13 @@ class Phases:
         self._record = record
         self._lock = lock
         self._classes: dict[str, str] = {}  # the class of each optimizer
-        self._totals: Counter[str] = Counter()  # steps of each optimizer
-        self._steps: Counter[tuple[str, Stack]] = Counter()  # steps of each phase
+        self._totals = Counter[str]()  # steps of each optimizer
+        self._steps = Counter[tuple[str, Stack]]()  # steps of each phase
         # The optimizers that each model has in fit.
-        self._optimizers: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+        self._optimizers = weakref.WeakKeyDictionary[Any, set[str]]()
         self._fits: list[_Fit] = []
         # Epochs that have ended, by the line that calls ``fit``, which may do so in a loop.
-        self._epochs: Counter[Stack] = Counter()
+        self._epochs = Counter[Stack]()
         # Steps of each optimizer that the single process has recorded.
         self._single_steps: Optional[Counter[str]] = None
         self._is_closed = False
@@ -74,7 +75,7 @@ class Phases:
         self._latest_time = 0.0
         # A thread, since the script itself may never come to a place where the limit could be
         # looked at.
-        threading.Thread(target=self._watch, name="npu_verify", daemon=True).start()
+        start_thread("npu_verify", self._watch)
 
     def note_place(self) -> Stack:
         """Note that the script has reached the lines where it is now, and return them."""
@@ -226,7 +227,7 @@ def _calls_to_reach(reached: set[str]) -> list[str]:
         tree = ast.parse(path.read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError):
         return []
-    missed: list[int] = []
+    missed = []
     for call in ast.walk(tree):
         if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
             continue

@@ -41,7 +41,7 @@ class ScriptCalls:
         self._lock = lock
         self._before_step: list[RecordedCall] = []  # calls since the last step, made or traced
         # The lines that shuffle without a seed, by the dataset.
-        self._unseeded: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        self._unseeded = weakref.WeakKeyDictionary[Any, str]()
         tf.random.set_seed(seed)
         tf.compat.v1.get_default_graph().seed = seed
         wrap(tf.Graph, "__init__", after(self._seed_graph))
@@ -123,7 +123,7 @@ class ScriptCalls:
 
     def _note_adapted(self, layer: Any) -> None:
         attributes = [getattr(layer, name, None) for name in _ADAPTED]
-        state: Any = [np.array(attribute).tolist() for attribute in attributes]
+        state = [np.array(attribute).tolist() for attribute in attributes]
         if hasattr(layer, "get_vocabulary"):
             state = layer.get_vocabulary()
         checksum = zlib.crc32(repr(state).encode())

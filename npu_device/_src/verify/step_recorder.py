@@ -58,7 +58,7 @@ class StepRecorder:
         self._lock = threading.RLock()
         self._phases = Phases(process, self._record, self._lock)
         self._calls = ScriptCalls(process, seed, self._record, self._lock)
-        self._optimizer_names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        self._optimizer_names = weakref.WeakKeyDictionary[Any, str]()
         self._models: list = []
         self._states: dict[str, list] = {}  # untrained variables, by the optimizer's name
         self._model_calls = ModelCalls()
@@ -222,7 +222,7 @@ class StepRecorder:
             self._models.append(model)
         inputs = next(iter([*args, *kwargs.values()]), None)
         tensors = list(_tensors(inputs))
-        rows: Any = np.int32(-1)
+        rows = np.int32(-1)
         if compat.are_recorded(tensors):
             # What another model has made isn't a sample.
             rows = np.int32(0)

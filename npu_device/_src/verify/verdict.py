@@ -16,6 +16,7 @@ from npu_device._src.comparison.compare import Record, RecordedCall
 from npu_device._src.verify import causes
 from npu_device._src.verify.compared_run import ComparedRun, ComparedStep
 from npu_device._src.verify.plan import FAILED, PlannedProcess
+from npu_device._src.wording import shortened
 
 # Exit codes.
 SAME = 0
@@ -72,7 +73,7 @@ def judge(runs: Sequence[Sequence[PlannedProcess]]) -> Verdict:
     notes = _notes_of_script(single, runs[0][0].replicates)
     missed = _missed(single, runs[0])
     single_fails = bool(_failure(runs[0][:1]))
-    incomplete: list[tuple[ComparedRun, str, str]] = []  # runs, each with a cause and its text
+    incomplete = []  # runs, each with a cause and its text
     for processes in runs[1:]:
         size = len(processes)
         failure = _failure(processes)
@@ -87,7 +88,7 @@ def judge(runs: Sequence[Sequence[PlannedProcess]]) -> Verdict:
                     f"{size} ranks were left out: the global batch size can't be divided by {size}."
                 )
             continue
-        unfinished: dict[str, bool] = {}
+        unfinished = {}
         if records[0].uses_horovod:
             # Other notes are on what is compared with one process.
             notes = [_HOROVOD]
@@ -165,10 +166,7 @@ def _sameness(record: Record) -> str:
     phases = [
         f"{count} step{'s' * (count > 1)} of {phase}" for phase, count in _phases(record).items()
     ]
-    hidden = len(phases) - _SHOWN
-    if hidden > 0:
-        phases[_SHOWN:] = [f"and {hidden} more phases"]
-    return f"{claim}, for {', '.join(phases)}."
+    return f"{claim}, for {shortened(phases, _SHOWN, 'more phases')}."
 
 
 def _missed(single: Record, run: Sequence[PlannedProcess]) -> list[str]:
@@ -189,9 +187,8 @@ def _missed(single: Record, run: Sequence[PlannedProcess]) -> list[str]:
     missed += _missed_beside_steps(single)
     without = _without_gradients(single)
     if without:
-        missed.append(
-            f"{_shown(without, 'variables')}, whose gradients were None or NaN in all steps."
-        )
+        variables = shortened(without, _SHOWN, "more variables")
+        missed.append(f"{variables}, whose gradients were None or NaN in all steps.")
     if single.ended_at or failure:
         for phase, count in _phases(single).items():
             if count % process.steps:
@@ -207,8 +204,8 @@ def _missed_beside_steps(single: Record) -> list[str]:
         # A ``fit`` with validation is noted before the ``evaluate`` that it calls in the same line.
         evaluations.setdefault(call.line, call)
     if evaluations:
-        calls = list(map(str, evaluations.values()))
-        missed.append(f"{_shown(calls, 'calls', '; ')}: only training steps are compared.")
+        calls = shortened(list(map(str, evaluations.values())), _SHOWN, "more calls", "; ")
+        missed.append(f"{calls}: only training steps are compared.")
     for call in single.of(topics.EPOCH_END):
         missed.append(
             f"{call.detail} between epochs: the fit in {call.line} was ended within its first one."
@@ -223,15 +220,6 @@ def _without_gradients(record: Record) -> list[str]:
         for name, gradient in zip(step.names, step.gradients):
             names[name] = names.get(name, True) and bool(np.isnan(gradient).all())
     return [name for name, is_without in names.items() if is_without]
-
-
-def _shown(texts: Sequence[str], what: str, separator: str = ", ") -> str:
-    """Return the first of some texts, and the number of the others."""
-    shown = list(texts[:_SHOWN])
-    hidden = len(texts) - len(shown)
-    if hidden:
-        shown.append(f"{hidden} more {what}")
-    return separator.join(shown)
 
 
 def _missed_by_ranks(single: Record, records: Sequence[Record]) -> dict[str, bool]:
@@ -295,8 +283,7 @@ def _layers(calls: Sequence[RecordedCall]) -> str:
     names = list(dict.fromkeys(call.detail for call in calls))
     if not names:
         return ""
-    shown_names = ", ".join(names[:3]) + ", …" * (len(names) > 3)
-    return f"{len(names)} layer(s) ({shown_names})"
+    return f"{len(names)} layer(s) ({shortened(names, 3)})"
 
 
 def _table(run: ComparedRun) -> list[str]:

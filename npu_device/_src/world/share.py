@@ -10,7 +10,7 @@ Knows tensors only, no Keras and no model.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Union
 
@@ -212,6 +212,21 @@ def length_of(leaf: Any) -> Number:
     return tf.cast(sizes[0], tf.int32)
 
 
+def spec_of_any_length(leaf: Any) -> Any:
+    """Return the type of a part of a batch, for any number of samples."""
+    if leaf is None:
+        return None
+    spec = tf.type_spec_from_value(leaf)
+    if isinstance(leaf, tf.experimental.Optional) or not spec.shape.rank:
+        return spec
+    shape = [None, *spec.shape[1:]]
+    if isinstance(spec, tf.SparseTensorSpec):
+        return tf.SparseTensorSpec(shape, spec.dtype)
+    if isinstance(spec, tf.RaggedTensorSpec):
+        return tf.RaggedTensorSpec(shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype)
+    return tf.TensorSpec(shape, spec.dtype)
+
+
 def without_optional(batch: Any) -> Any:
     """Return a batch with None where Keras 3 has an empty Optional for it."""
 
@@ -231,7 +246,7 @@ def _is_divisible(leaf: Any) -> bool:
 
 def named_leaves(name: str, batch: Any) -> Iterator[tuple[str, Any]]:
     """Yield the tensors in nested data, each after its name, such as ``data['x'][0]``."""
-    if isinstance(batch, dict):
+    if isinstance(batch, Mapping):
         for key in batch:
             yield from named_leaves(f"{name}[{key!r}]", batch[key])
     elif isinstance(batch, (tuple, list)):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Optional, Protocol
+from typing import Optional, Union
 
 import tensorflow as tf
 
@@ -34,45 +34,6 @@ from npu_device._src.collectives.engines.host.transfers import Pairs
 from npu_device._src.collectives.engines.tensorflow.engine import TensorFlowEngine
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.hosts_of_job import JobHosts
-
-
-class Engine(Protocol):
-    """What an engine does for a group. In a graph each call, and each segment, waits only for its own tensors.
-
-    An engine that compares calls with the data sends ``terms`` with its first transfer; by default, the ranks have
-    agreed before.
-    """
-
-    def all_reduce(
-        self,
-        segments: Sequence[Tensors],
-        reduction: str,
-        group: Group,
-        wire: Wire,
-        terms: Terms = AGREED,
-    ) -> list[TensorList]:
-        """Reduce segments, lists of tensors of one dtype; return the results of each, the same bits on every rank.
-
-        A mean is over all ranks that the members stand for (``Group.counts``). float32 and float64 tensors are sent in
-        the dtype ``wire``; sums are exact to float32 either way, and never infinite if the true sum is finite.
-        """
-
-    def reduce(
-        self, tensors: Tensors, reduction: str, root: int, group: Group, terms: Terms = AGREED
-    ) -> TensorList:
-        """Reduce tensors of one dtype to one rank; the other ranks get values of the result's shapes and dtype."""
-
-    def broadcast(
-        self, tensors: Tensors, root: int, group: Group, terms: Terms = AGREED
-    ) -> TensorList:
-        """Return the tensors of the root on every rank; any dtypes, the same shapes and dtypes everywhere."""
-
-    def all_gather(self, row: tf.Tensor, group: Group, terms: Terms = AGREED) -> tf.Tensor:
-        """Return all ranks' rows on every rank: [n] in, [group.size, n] out; n is the same on all ranks."""
-
-    def all_to_all(self, rows: tf.Tensor, group: Group, terms: Terms = AGREED) -> tf.Tensor:
-        """Send row i to rank i, and return the row from rank i as row i: [group.size, n] in and out."""
-
 
 # Two levels
 
@@ -101,8 +62,8 @@ class TwoLevelEngine:
         transfers in shared memory run in order, and would otherwise keep the next segment waiting for the network.
         """
         host, _ = self._levels(group)
-        results: list[TensorList] = []
-        reduced: list[TensorList] = []  # reduced between the hosts, and not spread on them yet
+        results = []
+        reduced = []  # reduced between the hosts, and not spread on them yet
         for segment in segments:
             reduced.append(self._reduce(segment, reduction, group, wire))
             if len(reduced) > 1:
@@ -122,8 +83,8 @@ class TwoLevelEngine:
         to its lowest rank.
         """
         host, _ = self._levels(group)
-        results: list[TensorList] = []
-        reduced: list[tuple[TensorList, list[int]]] = []  # not spread yet, as in all_reduce
+        results = []
+        reduced = []  # not spread yet, as in all_reduce
 
         def spread(tensors: TensorList, owners_there: list[int]) -> TensorList:
             # Only tensors that other ranks own are spread: the lowest rank has its own ones already.
@@ -275,6 +236,15 @@ class TwoLevelEngine:
             f"{group.name}/between hosts", lowest, lowest.index(rank), group.name, counts=counts
         )
         return host, between
+
+
+Engine = Union[HostEngine, TensorFlowEngine, TwoLevelEngine]
+"""What moves data for a group; ``HostEngine`` tells what each call does. In a graph each call, and each segment, waits
+only for its own tensors.
+
+An engine that compares calls with the data sends ``terms`` with its first transfer; by default, the ranks have agreed
+before.
+"""
 
 
 # The engines of a job

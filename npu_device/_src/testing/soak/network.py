@@ -103,7 +103,7 @@ class Proxies(Here):
         super().__init__(count, fewest)
         self.nodes = range(1, count)
         self._proxies: dict[int, list[Proxy]] = {node: [] for node in self.nodes}
-        self._forwarded: set[int] = set()
+        self._forwarded = set[int]()
         # Chosen here, because each node's proxy has to listen on it before npurun starts.
         self._port = free_port()
         self._forward(self._port)

@@ -36,7 +36,7 @@ class Launchers:
         self._stack = ExitStack()
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         # Nodes that have left, or joined again: the job doesn't depend on them.
-        self._free: set[int] = set()
+        self._free = set[int]()
         for node in range(count):
             self._start(node)
 

@@ -12,6 +12,8 @@ import struct
 import threading
 import time
 
+from npu_device._src.threads import start_thread
+
 _CHUNK = 1 << 16
 _RESET = struct.pack("ii", 1, 0)  # linger for 0 s: closing sends RST
 
@@ -29,7 +31,7 @@ class Proxy:
         self._open = threading.Event()
         self._open.set()
         self._pairs: list[tuple[socket.socket, socket.socket]] = []
-        threading.Thread(target=self._accept, daemon=True).start()
+        start_thread("soak-proxy", self._accept)
 
     def drop(self) -> None:
         """Forward nothing from now on, and keep the connections open, as a cut network does."""
@@ -81,7 +83,7 @@ class Proxy:
             target.settimeout(None)
             self._pairs.append((client, target))
             for source, sink in ((client, target), (target, client)):
-                threading.Thread(target=self._forward, args=(source, sink), daemon=True).start()
+                start_thread("soak-proxy", self._forward, source, sink)
 
     def _forward(self, source: socket.socket, sink: socket.socket) -> None:
         with contextlib.suppress(OSError):

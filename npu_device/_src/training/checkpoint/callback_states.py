@@ -58,7 +58,7 @@ class CallbackStates:
         self._callbacks: dict[str, Any] = {}
         self._all_callbacks: list = []
         self._saved_states: dict[str, Any] = {}
-        self._warned: set[str] = set()
+        self._warned = set[str]()
         if self._list is not None:
             self._all_callbacks = self._list.callbacks
         for callback in self._all_callbacks:

@@ -151,7 +151,7 @@ class _CheckpointOfCopy:
                 self._spans[identity(span.record)] = span
         # What all ranks share is written with the values of rank 0.
         self._common: list[Record] = []
-        header: dict[str, Any] = {}
+        header = {}
         if 0 in self._records:
             self._common = _of_kind(self._records[0], SHARED)
             header = {name: by_rank[0].header[name] for name in ("manifest", "keep")}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Callable, NamedTuple
 
 import tensorflow as tf
@@ -50,25 +51,19 @@ class Copied(NamedTuple):
     manifest: Callable[[Any, list[str]], dict[str, Any]]
 
 
+@dataclass(eq=False)
 class JobCopies:
     """The copies of one job."""
 
-    def __init__(
-        self,
-        world: World | None,
-        disk: Storage,
-        copier: Copier,
-        copied: Copied,
-        interval: int | None,
-    ) -> None:
-        self._newest_step = 0  # step of the newest copy that these ranks have made
-        self._world = world
-        self._disk = disk
-        self._copier = copier
-        self._copied = copied
-        self._interval = interval  # steps between copies; None for one at the end only
-        self._has_reserved = False
-        self._has_warned = False  # of ranks that can't write their own state
+    _world: World | None
+    _disk: Storage
+    _copier: Copier
+    _copied: Copied
+    _interval: int | None  # steps between copies; None for one at the end only
+
+    _newest_step = 0  # step of the newest copy that these ranks have made
+    _has_reserved = False
+    _has_warned = False  # of ranks that can't write their own state
 
     def close(self) -> None:
         self._copier.close()
@@ -128,7 +123,7 @@ class JobCopies:
             return False
         own_state = self._copied.own_state
         own_state.collect()
-        rank_files: dict[str, bytes] = {}
+        rank_files = {}
         problem = None
         try:
             rank_files = own_state.files(folder.own_prefix(self._disk.rank))

@@ -18,7 +18,7 @@ class JoinRequests:
         self._path = path
         # A pipe without writers would be ready for reading all the time, so this process is a writer, too.
         self.descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
-        self._refused: set[int] = set()
+        self._refused = set[int]()
 
     def accept(self) -> bool:
         """Read the newest request; return whether the ranks are to end for it, and print a line that tells it."""

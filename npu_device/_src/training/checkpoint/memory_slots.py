@@ -76,7 +76,7 @@ class Memory:
         """Return the newest step of the copies, and its bytes here, by directories whose newest checkpoint is older."""
         newest = {}
         for path, by_key in copies(self.slots).items():
-            sizes: Counter[int] = Counter()
+            sizes = Counter[int]()
             for (_, step), by_rank in by_key.items():
                 sizes[step] += sum(slot.size for slot in by_rank.values())
             last_step = max(sizes)

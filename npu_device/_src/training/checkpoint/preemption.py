@@ -23,6 +23,7 @@ from typing import Any
 
 from npu_device._src.cluster.rank_errors import RESUMABLE, ClusterError
 from npu_device._src.cluster.time_limits import PREEMPTION_JOIN_SECONDS, SAME_PREEMPTION_SECONDS
+from npu_device._src.threads import start_thread
 from npu_device._src.training.checkpoint.join_requests import JoinRequests
 from npu_device._src.world.world import World
 
@@ -57,7 +58,7 @@ class Preemption:
         self._steps = 0
         self._holds_at: int | None = None
         # Ranks that have asked for a step and not yet told which one it is.
-        self._asking: set[str] = set()
+        self._asking = set[str]()
         self._last_step: int | None = None
         self._deadline: float | None = None
         self._code = 128 + stop_signal
@@ -81,10 +82,7 @@ class Preemption:
         if world is not None:
             world.job.health.on_question(STEP_QUESTION, self._answer_step)
             world.job.health.on_question(STOP_QUESTION, self._answer_stop)
-        self._thread = threading.Thread(
-            target=self._watch, name="npu_device-preemption", daemon=True
-        )
-        self._thread.start()
+        self._thread = start_thread("npu_device-preemption", self._watch)
 
     def count_step(self) -> bool:
         """Count a step; return True if all ranks stop after it. Every rank has to call it once after each step.

@@ -88,7 +88,7 @@ def newest_whole(world: World | None, storage: Storage) -> Chosen | None:
             "; ".join(sorted(wrong)),
             steps[0],
         )
-    problems: list[str] = []
+    problems = []
     partly: Chosen | None = None
     for step in steps:
         views: list[_View] = gather(world, _judge(storage, step))

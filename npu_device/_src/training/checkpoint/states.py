@@ -21,11 +21,7 @@ from npu_device._src.training.optimizers.accumulation import note_accumulators
 from npu_device._src.training.watching import training_state
 from npu_device._src.training.watching.digests import checksum
 from npu_device._src.training.watching.partial_sums import between_updates
-from npu_device._src.training.watching.training_state import (
-    random_states,
-    set_random_states,
-    unique,
-)
+from npu_device._src.training.watching.training_state import random_states, set_random_states
 from npu_device._src.training.watching.wrapped_optimizers import reducing_optimizer
 from npu_device._src.wording import counted
 from npu_device._src.world.sent_objects import from_json, to_json
@@ -55,7 +51,7 @@ class SharedState:
         listed = []
         for component in self._trackables.values():
             listed += _listed(component)
-        missed = [variable for variable in unique(listed) if id(variable) not in tracked]
+        missed = [variable for variable in compat.unique(listed) if id(variable) not in tracked]
         if missed:
             named[_UNTRACKED] = missed
         return tf.train.Checkpoint(**named)
@@ -91,7 +87,7 @@ class SharedState:
         reducing: list = []
         for component in self._trackables.values():
             reducing += map(reducing_optimizer, training_state.optimizers(component))
-        for optimizer in unique(reducing):
+        for optimizer in compat.unique(reducing):
             if compat.accumulation_steps(optimizer) > 1:
                 note_accumulators(world, optimizer)
 
@@ -103,7 +99,7 @@ class SharedState:
         paths = {}
         for path, variable in self._beside_optimizers().items():
             paths[id(compat.inner_variable(variable))] = path
-        candidates: list = []
+        candidates = []
         for model in self._models():
             candidates += model.trainable_variables
         trained: dict[str, list[str]] = {}
@@ -111,7 +107,7 @@ class SharedState:
             if not (_of_keras_3(optimizer) or compat.is_optimizer_built(optimizer)):
                 continue
             inner = compat.with_inner(optimizer)[-1]
-            variables = compat.trained_in_order(inner, unique(candidates)) or ()
+            variables = compat.trained_in_order(inner, compat.unique(candidates)) or ()
             ids = [id(compat.inner_variable(variable)) for variable in variables]
             trained[name] = []
             if paths.keys() >= set(ids):
@@ -209,7 +205,7 @@ def with_hidden_random_state(components: Mapping[str, Any]) -> list[str]:
 def _listed(component: Any) -> list:
     """Return variables that tf.train.Checkpoint may miss."""
     if _of_keras_3(component):
-        variables: Any = getattr(component, "variables", ())
+        variables = getattr(component, "variables", ())
         if not isinstance(variables, (list, tuple)):
             return []
         return list(variables)
@@ -223,7 +219,7 @@ def _of_keras_3(component: Any) -> bool:
     # The base tells the Keras, also of a subclass in the script.
     modules = [cls.__module__ for cls in type(component).__mro__]
     roots = {module.partition(".")[0] for module in modules}
-    return "keras" in roots and compat.is_keras_3(compat.keras_of(component))
+    return "keras" in roots and compat.of_keras_3(component)
 
 
 def _is_optimizer(component: Any) -> bool:
@@ -232,7 +228,7 @@ def _is_optimizer(component: Any) -> bool:
 
 def variables_of(root: Any, with_optimizers: bool = True) -> dict[str, Any]:
     """Return the variables of a ``tf.train.Checkpoint`` by the paths on which it reaches them."""
-    variables: dict[str, Any] = {}
+    variables = {}
     # Objects refer to each other in circles.
     visited = {id(root)}
     pending = [("", root)]
@@ -285,7 +281,7 @@ class RankState:
 
         Iterators are moved to their places if ``samples`` are what the ranks would have read next after the step.
         """
-        moved: dict[str, Any] = {}
+        moved = {}
         if samples:
             moved = self._iterators()
         lost = next_samples.move_on(world, moved, step, samples)

@@ -17,7 +17,7 @@ from npu_device._src.wording import INDIVISIBLE
 
 _log = logging.getLogger("npu_device")
 _SEEDS_COMPARED = 100  # most datasets whose seeds are compared
-_global_batches: set[int] = set()
+_global_batches = set[int]()
 
 
 def shard_and_rebatch_dataset(dataset: Any, global_bs: Any) -> tuple[Any, Any]:
@@ -50,7 +50,7 @@ def shard_and_rebatch_dataset(dataset: Any, global_bs: Any) -> tuple[Any, Any]:
     Source: Ascend TF Adapter 2.x, ``npu.distribute.shard_and_rebatch_dataset``.
     """
     job = device.unless_child()
-    process = device.parent_of_this_process() if job is None else job.cluster
+    process = device.cluster_or_parent()
     if process is None:
         return dataset, global_bs
     rank = process.rank
@@ -136,11 +136,11 @@ def _compare_shuffles(job: Job, dataset: Any) -> None:
     except ClusterError:
         # The next collective raises the error of a lost rank.
         return
-    is_last = len(answers) == job.cluster.world_size
-    if is_last and any(answer != answers[0] for answer in answers.values()):
+    # Only the last rank to post gets the answers of all.
+    if any(answer != answers[0] for answer in answers):
         rows = {}
-        for rank in sorted(answers):
-            rows[rank] = f"seed {', '.join(str(pair[1]) for pair in answers[rank])}"
+        for rank, answer in enumerate(answers):
+            rows[rank] = f"seed {', '.join(str(pair[1]) for pair in answer)}"
         lines = "\n".join(job.cluster.lines(rows, SHOWN_RANKS))
         _log.warning(_TEXT, "with another seed on each rank:\n", lines)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from npu_device._src import compat
+from npu_device._src.cluster.description import Cluster
 from npu_device._src.collectives.group import (
     WORLD_GROUP,
     Group,
@@ -18,8 +19,12 @@ from npu_device._src.collectives.group import (
     find_group,
     listed,
 )
+from npu_device._src.membership.parent_rank import ParentRank
 from npu_device._src.training.opening import device
-from npu_device._src.wording import counted, ranks_of
+from npu_device._src.wording import counted
+
+_SINGLE = ParentRank(pid=0, rank=0, world_size=1, neighbours=[0], device_id=0)
+"""What a single device knows of itself."""
 
 _alone: dict[str, Group] = {}
 """The groups that a script has made on a single device, or in a child of a rank, where there is no job."""
@@ -40,7 +45,8 @@ def create_group(group: str, rank_num: int, rank_ids: list[int]) -> None:
         RuntimeError: the environment names several ranks but the job can't be joined any more; so does each call here.
     """
     check_group_name(group)
-    rank, world_size = _rank_and_size()
+    rank = process().rank
+    world_size = process().world_size
     where = f"rank {rank}, create_group({group!r}): "
     if group == WORLD_GROUP:
         raise ValueError(
@@ -99,9 +105,8 @@ def destroy_group(group: str) -> None:
         ValueError: the group of all ranks, or no group of that name.
     """
     if _find(group).name == WORLD_GROUP:
-        rank, _ = _rank_and_size()
         raise ValueError(
-            f"rank {rank}, destroy_group({group!r}): the group of all ranks can't be destroyed"
+            f"rank {process().rank}, destroy_group({group!r}): the group of all ranks can't be destroyed"
         )
     job = device.unless_child()
     if job is None:
@@ -210,11 +215,9 @@ def get_group_rank_from_world_rank(world_rank_id: int, group: str) -> int:
     return members.ranks.index(world_rank_id)
 
 
-def _rank_and_size() -> tuple[int, int]:
-    process = device.cluster_or_parent()
-    if process is None:
-        return 0, 1
-    return process.rank, process.world_size
+def process() -> Cluster | ParentRank:
+    """Return what knows rank and size: the rank whose child this is, else the running cluster, or a single device."""
+    return device.cluster_or_parent() or _SINGLE
 
 
 def _own_groups() -> dict[str, Group]:
@@ -225,22 +228,14 @@ def _own_groups() -> dict[str, Group]:
 
 
 def _find(name: str) -> Group:
-    return find_group(name, *_rank_and_size(), _own_groups())
+    return find_group(name, process().rank, process().world_size, _own_groups())
 
 
 def _neighbours(name: str) -> list[int]:
     """Return the group ranks of the members on this host."""
-    members = _find(name)
-    parent = device.parent_of_this_process()
-    # A child of a rank has no job, only what its parent has told it.
-    if parent is not None:
-        neighbours: Any = ranks_of(parent.neighbours)
-    else:
-        job = device.running_job()
-        neighbours = [0]
-        if job is not None:
-            neighbours = job.cluster.neighbours
-    return [rank for rank, world_rank in enumerate(members.ranks) if world_rank in neighbours]
+    neighbours = process().neighbours
+    members = _find(name).ranks
+    return [rank for rank, world_rank in enumerate(members) if world_rank in neighbours]
 
 
 def _check_rank(argument: str, rank: Any) -> None:

@@ -23,6 +23,7 @@ from npu_device._src.cluster.time_limits import LOAD_CHECK_SECONDS, LOAD_NOTICE_
 from npu_device._src.collectives.engine_text import say
 from npu_device._src.collectives.engines.host.sharing import Offer
 from npu_device._src.training.opening.current_world import world_unless_child
+from npu_device._src.wording import amount, shortened
 from npu_device._src.world.sent_objects import packed, unpacked
 from npu_device._src.world.shared_arrays import (
     Address,
@@ -38,7 +39,6 @@ from npu_device._src.world.world import World
 
 _log = logging.getLogger("npu_device")
 _MOST_LISTED = 10  # arrays of a host, in the error for different ones
-_UNITS = ("B", "kB", "MB", "GB")
 
 Notes = dict[int, dict[str, Any]]
 """By its loading rank, where the result of a host lies: ``address`` of the memory, ``packed_bytes`` behind the arrays,
@@ -139,7 +139,7 @@ class _LoadCall:
         """Put a result into memory, and return the note that tells where."""
         indices: dict[Any, int] = {}
         arrays: list[np.ndarray] = []
-        names: list[str] = []
+        names = []
 
         def numbered(array: np.ndarray, name: str) -> np.ndarray:
             require_numbers(array, name)
@@ -191,7 +191,7 @@ class _LoadCall:
         began = time.monotonic()
         next_line = began + LOAD_NOTICE_SECONDS
         # One rank is enough to tell that all wait.
-        is_first_waiting = self.world.rank == (1 if loading_rank == 0 else 0)
+        is_first_waiting = self.world.rank == int(loading_rank == 0)
         while True:
             try:
                 return self.control.get(self._key_of(loading_rank), LOAD_CHECK_SECONDS)
@@ -221,10 +221,8 @@ class _LoadCall:
         texts = {}
         for rank in notes:
             differing = [text for text in by_rank[rank] if text not in common]
-            listed = differing[:_MOST_LISTED]
-            if len(differing) > _MOST_LISTED:
-                listed.append(f"{len(differing) - _MOST_LISTED} more")
-            texts[rank] = "; ".join(listed) or "no such array"
+            listed = shortened(differing, _MOST_LISTED, separator="; ")
+            texts[rank] = listed or "no such array"
         lines = "\n".join(self.world.job.cluster.lines(texts))
         raise ClusterError(
             f"load_once: the hosts have loaded different arrays:\n{lines}\n"
@@ -280,14 +278,6 @@ def _sizes_line(world: World, notes: Notes) -> str:
         where = f"in {len(notes)} copies, as not all ranks of a host share memory"
     first = next(iter(notes.values()))
     return (
-        f"npu_device: load_once  {_size(first['array_bytes'])} {where}; "
-        f"{_size(first['packed_bytes'])} of other objects on each rank"
+        f"npu_device: load_once  {amount(first['array_bytes'])} {where}; "
+        f"{amount(first['packed_bytes'])} of other objects on each rank"
     )
-
-
-def _size(count: float) -> str:
-    for unit in _UNITS[:-1]:
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} {_UNITS[-1]}"

@@ -10,9 +10,9 @@ import tensorflow as tf
 
 from npu_device._src import compat
 from npu_device._src.gradients.reduction import ReductionOptions, reduce_list, weighted, with_values
+from npu_device._src.training.distribute.groups import process
 from npu_device._src.training.distribute.reduce_values import floating
 from npu_device._src.training.distribute.synchronized_layers import note_reduced
-from npu_device._src.training.opening import device
 from npu_device._src.training.opening.current_world import current_world, world_unless_child
 
 
@@ -27,10 +27,7 @@ def rank() -> int:
     >>> npu.distribute.rank(), npu.distribute.size(), npu.distribute.is_main()  # a single device
     (0, 1, True)
     """
-    process = device.cluster_or_parent()
-    if process is None:
-        return 0
-    return process.rank
+    return process().rank
 
 
 @compat.do_not_convert
@@ -40,10 +37,7 @@ def size() -> int:
     Raises:
         RuntimeError: the environment names several ranks, but the job can't be joined any more.
     """
-    process = device.cluster_or_parent()
-    if process is None:
-        return 1
-    return process.world_size
+    return process().world_size
 
 
 @compat.do_not_convert
@@ -54,10 +48,7 @@ def local_rank() -> int:
     Raises:
         RuntimeError: the environment names several ranks, but the job can't be joined any more.
     """
-    process = device.cluster_or_parent()
-    if process is None:
-        return 0
-    return process.local_rank
+    return process().local_rank
 
 
 @compat.do_not_convert
@@ -67,10 +58,7 @@ def local_size() -> int:
     Raises:
         RuntimeError: the environment names several ranks, but the job can't be joined any more.
     """
-    process = device.cluster_or_parent()
-    if process is None:
-        return 1
-    return process.local_size
+    return process().local_size
 
 
 @compat.do_not_convert

@@ -65,10 +65,7 @@ def _moments_method(self: Any, *args: Any, **kwargs: Any) -> Any:
 @_as_it_is
 def _all_reduce(self: Any, reduce_op: Any, value: Any, options: Any = None) -> Any:
     """Stand in for ``all_reduce`` of TensorFlow's replica context; for sums that a synchronized layer asks for."""
-    job = jobs.current()
-    layers = None
-    if job is not None:
-        layers = job.component(SynchronizedLayers)
+    layers = jobs.current_component(SynchronizedLayers)
     caller = compat.normalization_at_work()
     sums = None
     if layers is not None and caller is not None:
@@ -89,10 +86,7 @@ def normalizes_alone(layer: Any) -> bool:
 
 def _note_cast() -> None:
     """Find the layer that casts its moving mean in this thread."""
-    job = jobs.current()
-    layers = None
-    if job is not None:
-        layers = job.component(SynchronizedLayers)
+    layers = jobs.current_component(SynchronizedLayers)
     if layers is not None:
         layers.install(compat.called_normalizations())
 
@@ -105,9 +99,9 @@ class SynchronizedLayers:
         self._replica_context: Any = None  # TensorFlow's context, with a method of ours
         self._end_of_notes: Any = None  # ends the notes of casts
         self._searches = 0
-        self._traced: weakref.WeakKeyDictionary[Any, list[str]] = weakref.WeakKeyDictionary()
-        self._checked: set[tuple[int, str]] = set()
-        self._told: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._traced = weakref.WeakKeyDictionary[Any, list[str]]()
+        self._checked = set[tuple[int, str]]()
+        self._told = weakref.WeakSet[Any]()
 
     def find(self, group: str) -> None:
         """Have layers normalize over a group: all that exist, and all that are called later, in any thread.

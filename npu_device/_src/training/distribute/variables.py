@@ -14,7 +14,7 @@ import tensorflow as tf
 from npu_device._src import compat
 from npu_device._src.collectives.graph import after, fetchable
 from npu_device._src.collectives.group import WORLD_GROUP
-from npu_device._src.gradients.reduction import all_finite, with_values
+from npu_device._src.gradients.reduction import all_finite, with_nan_unless
 from npu_device._src.training.distribute.synchronized_layers import find_layers
 from npu_device._src.training.opening.current_world import world_unless_child
 from npu_device._src.training.watching.digests import checksum
@@ -198,7 +198,10 @@ def grouping_gradients_apply(
                 "rank's only those of its share, so that the ranks would differ.\nWhat to do: clip the reduced "
                 "gradients by tf.clip_by_global_norm first, with an optimizer that doesn't clip."
             )
-        own_pairs = _finite_if_all_are(own_pairs, [gradient for gradient, _ in pairs])
+        # Every rank decides alike whether it makes a step.
+        are_finite = all_finite([gradient for gradient, _ in pairs])
+        own_gradients = with_nan_unless(are_finite, [gradient for gradient, _ in own_pairs])
+        own_pairs = list(zip(own_gradients, [variable for _, variable in own_pairs]))
     with compat.clipped_with_all(optimizer, pairs, own_share):
         applied = apply_func(own_pairs, *args, **kwargs)
     # Only a session's graph has such variables.
@@ -206,20 +209,6 @@ def grouping_gradients_apply(
         tf.compat.v1.add_to_collection(VARIABLES_OF_ONE_RANK, variable)
     with after(applied):
         return grouping_broadcast(variables)
-
-
-def _finite_if_all_are(own_pairs: Sequence, gradients: Sequence) -> list:
-    """Return pairs in which one gradient isn't finite if that of another rank's share isn't: every rank decides alike
-    whether it makes a step.
-    """
-    pairs = list(own_pairs)
-    finite = all_finite(gradients)
-    for position, (gradient, variable) in enumerate(pairs):
-        if gradient is not None:
-            changed = with_values(gradient, lambda values: tf.where(finite, values, float("nan")))
-            pairs[position] = (changed, variable)
-            break
-    return pairs
 
 
 @compat.do_not_convert
@@ -324,7 +313,7 @@ def require_same_state(world: World, layers: Sequence, constants: bool = True) -
 
 def state_of(layer: Any, constants: bool = True) -> State:
     """Return what a layer holds outside variables; see ``require_same_state``."""
-    state: State = {}
+    state = {}
     if hasattr(layer, "get_vocabulary"):
         # Keras returns a copy, which is counted and digested.
         words = list(layer.get_vocabulary())

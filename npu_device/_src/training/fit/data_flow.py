@@ -70,7 +70,7 @@ class DataFlow:
 
     def draws_behind(self, targets: Iterator[TensorList]) -> set[str]:
         """Return the draws behind targets that don't depend on this rank's samples: all ranks have to have the same."""
-        draws: set[str] = set()
+        draws = set()
         for reach in map(self.reach, targets):
             if not reach.has_samples:
                 draws |= reach.draws
@@ -109,7 +109,7 @@ class DataFlow:
 
     def draws_deciding_inside(self) -> set[str]:
         """Return the draws inside functions by which these decide, whatever the samples are."""
-        draws: set[str] = set()
+        draws = set()
         for call, inner in self._inner_flows():
             draws |= inner.draws_deciding_inside()
             if not call.is_function:
@@ -145,7 +145,7 @@ class _Call:
         if self._is_loop:
             # The outputs of a loop are its variables, one for each input.
             return self.arguments({output})
-        inputs: set[int] = set()
+        inputs = set()
         for flow in self.flows():
             inputs |= flow.reach([flow.graph.outputs[output]]).inputs
         return [*self.deciding_tensors(), *self.arguments(inputs)]

@@ -102,7 +102,7 @@ def with_equal_length(world: World, own_data: OwnData) -> tf.data.Dataset:
     lengths = world.objects(length, "length of divided data")
 
     def counting(*batch: Any, counts: bool = True) -> Any:
-        row_count: Any = 0
+        row_count = 0
         if counts:
             row_count = rows_of(batch)
         tag = tf.stack([tf.cast(row_count, tf.int64), 0])

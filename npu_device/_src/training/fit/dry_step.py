@@ -96,7 +96,7 @@ class DryStep:
         count = tf.TensorSpec([], tf.int32)
         flag = tf.TensorSpec([], tf.bool)
         # AutoGraph is on where Keras itself traces the step with it.
-        autograph = not compat.is_keras_3(compat.keras_of(self._context.model))
+        autograph = not compat.of_keras_3(self._context.model)
         function = tf.function(step, autograph=autograph)
         return function.get_concrete_function(spec, count, count, flag)
 
@@ -176,11 +176,9 @@ class DryStep:
             return optimizer.iterations
 
         def apply(original: Any, grads: Any, trainable_variables: Any = None) -> Any:
-            del original
             return record(grads, compat.variables_to_update(optimizer, trainable_variables))
 
         def apply_gradients(original: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
-            del original, args, kwargs
             pairs = list(grads_and_vars)
             gradients = [gradient for gradient, _ in pairs]
             return record(gradients, [variable for _, variable in pairs])
@@ -322,7 +320,6 @@ class _VirtualRanks:
         return differentiable([total], backward, [tensor])[0]
 
     def gather(self, tensor: tf.Tensor, purpose: str = "") -> tf.Tensor:
-        del purpose
         gathered = self._exchange(tensor, joins=True)
         if not tensor.dtype.is_floating:
             return gathered

@@ -34,7 +34,7 @@ from npu_device._src.cluster.rank_errors import ClusterError, PeerError
 from npu_device._src.collectives.group import WORLD_GROUP
 from npu_device._src.collectives.job import Job
 from npu_device._src.compat import keras_models
-from npu_device._src.thread_switch import ThreadSwitch
+from npu_device._src.threads import ThreadSwitch
 from npu_device._src.world.world import World
 
 METHODS = ("save", "save_weights", "export")
@@ -158,7 +158,7 @@ class Saves:
             outcome = self._outcome(path, moment)
             if outcome is not None:
                 return outcome
-            answer: Future[_SaveOutcome] = Future()
+            answer = Future[_SaveOutcome]()
             # This replaces a question for which the rank no longer waits.
             self._asked[rank] = (path, moment, answer)
         return answer
@@ -208,7 +208,7 @@ class Saves:
             if outcome is not None:
                 return outcome
             if self._job.health.has_left(writer):
-                outcomes: dict[str, _SaveOutcome] = {}
+                outcomes = {}
                 with contextlib.suppress(TimeoutError):
                     outcomes = json.loads(
                         self._job.control.get(
@@ -296,11 +296,8 @@ def saving(world: World, method: Callable) -> Callable:
         return method
     write = _by_method.on()(method)
     job = world.job
-    saves = job.component(Saves)
-    if saves is None:
-        # One object serves the whole job, whatever the number of models: paths are counted together.
-        saves = Saves(job)
-        job.add(saves)
+    # One object serves the whole job, whatever the number of models: paths are counted together.
+    saves = job.component_or_new(Saves, job)
 
     @functools.wraps(method)
     def save(*args: Any, **kwargs: Any) -> Any:

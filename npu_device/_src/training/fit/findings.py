@@ -213,8 +213,8 @@ def numbers_of_no_kind(dry_step: DryStep, runs: Runs) -> list[str]:
 
 def added_losses(dry_step: DryStep, runs: Runs) -> tuple[list[str], list[str]]:
     """Return the lines at which layers add losses that are sums over the samples, and others that aren't means."""
-    lines_of_sums: list[str] = []
-    lines_of_others: list[str] = []
+    lines_of_sums = []
+    lines_of_others = []
     for position, tensor in enumerate(dry_step.losses):
         trial = runs.added_loss(position)
         allowed = trial.allowed(10 * runs.tolerance)

@@ -94,7 +94,7 @@ def check(context: StepContext, batch: Any) -> str:
 
 def find_sums(context: StepContext, batch: Any) -> str:
     """Find out on all ranks which numbers of a test step are sums over the samples; return what to remember."""
-    sums: IsSum = {}
+    sums = {}
     is_off = environment.NPU_DEVICE_FIRST_STEP_CHECK.get() == "off"
     # What an eager step of the script does in Python can't be undone.
     is_left_out = context.model.run_eagerly and context.is_custom

@@ -10,6 +10,7 @@ import tensorflow as tf
 from npu_device._src.training.fit.dry_step import Part
 from npu_device._src.training.fit.findings import Change, ComparedGradient
 from npu_device._src.training.fit.mixing import Mixture
+from npu_device._src.wording import shortened
 from npu_device._src.world.share import shapes_of
 from npu_device._src.world.world import World
 
@@ -31,11 +32,7 @@ def last_line(error: BaseException) -> str:
 
 
 def _names(gradients: Sequence[ComparedGradient]) -> str:
-    """Return the names of the first few variables, and the number of the others."""
-    first_names = ", ".join(gradient.name for gradient in gradients[:3])
-    if len(gradients) <= 3:
-        return first_names
-    return f"{first_names} and {len(gradients) - 3} more"
+    return shortened([gradient.name for gradient in gradients], 3)
 
 
 _TAKE_THE_MEAN = (

@@ -45,7 +45,7 @@ class Losses:
                 replaced.replace(layer, "add_loss", add_loss)
         for layer in objects.regularized:
             replaced.replace(layer, "activity_regularizer", self._regularize)
-        if compat.is_keras_3(compat.keras_of(model)):
+        if compat.of_keras_3(model):
             replaced.replace(model, "compute_loss", _compute_with_masks)
 
     def _call(

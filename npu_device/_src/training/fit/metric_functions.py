@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from npu_device._src import compat
+from npu_device._src.world.share import spec_of_any_length
 
 _log = logging.getLogger("npu_device")
 
@@ -16,7 +17,7 @@ _COMPARING = "circle"
 """The function of Keras whose value for a sample depends on the other samples of the batch."""
 
 # By metric, and there by the types of the arguments, since eager steps would trace the function again and again.
-_known: weakref.WeakKeyDictionary[Any, dict[Any, bool]] = weakref.WeakKeyDictionary()
+_known = weakref.WeakKeyDictionary[Any, dict[Any, bool]]()
 
 
 def gives_values_of_samples(metric: Any, y_true: Any = None, y_pred: Any = None, **_: Any) -> bool:
@@ -27,7 +28,7 @@ def gives_values_of_samples(metric: Any, y_true: Any = None, y_pred: Any = None,
         return False
     if not _is_dense(y_true) or not _is_dense(y_pred):
         return True
-    specs = (_spec_of_any_length(y_true), _spec_of_any_length(y_pred))
+    specs = (spec_of_any_length(y_true), spec_of_any_length(y_pred))
     known = _known.setdefault(metric, {})
     if specs not in known:
         known[specs] = _has_axis_of_samples(metric, specs)
@@ -38,16 +39,12 @@ def _is_dense(argument: Any) -> bool:
     return isinstance(argument, tf.Tensor) and bool(argument.shape.rank)
 
 
-def _spec_of_any_length(tensor: tf.Tensor) -> tf.TensorSpec:
-    return tf.TensorSpec([None, *tensor.shape[1:]], tensor.dtype)
-
-
 def _has_axis_of_samples(metric: Any, specs: tuple[tf.TensorSpec, tf.TensorSpec]) -> bool:
     """Return whether a metric's function keeps the first axis, whose length isn't known while it is traced."""
 
     def values(*arguments: Any) -> Any:
         # tf-keras casts what it passes to the function.
-        if not compat.is_keras_3(compat.keras_of(metric)):
+        if not compat.of_keras_3(metric):
             arguments = tuple(tf.cast(argument, metric.dtype) for argument in arguments)
         return compat.values_of_metric(metric, *arguments)
 

@@ -90,14 +90,14 @@ class Metrics:
         additive = [metric for metric in self._metrics if not _needs_whole_batch(metric)]
         variables = [variable for metric in additive for variable in metric.variables]
         # A metric may list a variable twice, but its increments count once.
-        return list({id(variable): variable for variable in variables}.values())
+        return compat.unique(variables)
 
     def results_again(self, logs: Sequence) -> tuple[list, list[int]]:
         """Return what of the logs is a metric's result, or a graph computes from some, with the results of all ranks.
 
         Other logs are None. The second list has the indices of logs that can't be computed again.
         """
-        results: list = []
+        results = []
         lost = []
         for index, log in enumerate(logs):
             recorded = self._recorded(log)
@@ -245,7 +245,7 @@ def numbers_given(step: CurrentStep, name: str, args: Any, kwargs: Any) -> Any:
 
 def note_numbers(step: CurrentStep, metrics: Sequence, replaced: Replaced) -> list:
     """Have a step note the numbers that it gives to metrics; return a list that the metrics' results are put into."""
-    results: list = []
+    results = []
 
     def note(name: str, update_state: Callable, *args: Any, **kwargs: Any) -> Any:
         numbers_given(step, name, args, kwargs)
@@ -305,7 +305,6 @@ def _computed_part(compute: Callable[[], Any], key: Any) -> Any:
 
 
 def _refuse_reset(name: str, reset_state: Callable[[], None]) -> None:
-    del reset_state
     raise RuntimeError(
         f"a step of a replicated model called reset_state of its metric {name!r}; the increments that all ranks have "
         "made in the step could not be added up then.\nWhat to do: reset it between steps, in a callback."

@@ -76,11 +76,11 @@ def values_of_samples(graph: Any) -> list:
     the order in which they were created; without what is computed of gradients only to apply them.
     """
     operations = graph.get_operations()
-    inputs_of_tapes: list = []
+    inputs_of_tapes = []
     for operation in filter(_is_by_tape, operations):
         inputs_of_tapes += operation.inputs
     used = {tensor.op.name for tensor in compat.tensors_behind(inputs_of_tapes)}
-    of_gradients: set[str] = set()
+    of_gradients = set[str]()
     tensors: list = []
     for operation in operations:
         sources = {tensor.op.name for tensor in operation.inputs}
@@ -127,7 +127,7 @@ def where_samples_meet(
         rows: the number of samples in each part.
     """
     weights = [count / sum(rows) for count in rows]
-    small: list[tuple[Any, Trial]] = []
+    small = []
     for tensor, value, *values_of_parts in zip(tensors, whole, *parts):
         if not _is_per_sample(tensor):
             wide = [part.astype(np.float64) for part in values_of_parts]

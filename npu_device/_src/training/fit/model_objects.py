@@ -28,7 +28,7 @@ def generators_of(model: Any) -> list:
     candidates = [compat.random_generator_of_process(), compat.seed_generator_of_keras_3()]
     for layer in compat.all_layers(model):
         candidates += [compat.generator_of_layer(layer), *training_state.attributes(layer)]
-    return training_state.unique(filter(compat.is_generator, candidates))
+    return compat.unique(filter(compat.is_generator, candidates))
 
 
 def objects_of(model: Any) -> ModelObjects:
@@ -48,9 +48,9 @@ def objects_of(model: Any) -> ModelObjects:
     return ModelObjects(
         metrics,
         compat.loss_trackers_of(model),
-        training_state.unique(losses),
+        compat.unique(losses),
         compat.all_layers(model),
         compat.layers_that_add_up_activity(model),
-        training_state.unique(statistics),
+        compat.unique(statistics),
         generators_of(model),
     )

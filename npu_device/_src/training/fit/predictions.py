@@ -12,7 +12,7 @@ import tensorflow as tf
 from npu_device._src import compat
 from npu_device._src.training.fit.step_context import StepContext
 from npu_device._src.training.watching import training_state
-from npu_device._src.world.share import Share, named_leaves
+from npu_device._src.world.share import Share, named_leaves, spec_of_any_length
 from npu_device._src.world.world import World
 
 # One line without quotes, which an Assert of TensorFlow would print escaped.
@@ -57,7 +57,7 @@ def _have_rows(context: StepContext, batch: Any, share: Share, leaves: list) -> 
         declared = compat.declared_outputs(context.model)
     if declared and all(map(_is_of_any_length, declared)):
         return True
-    spec = tf.nest.map_structure(_spec_of_any_length, batch)
+    spec = tf.nest.map_structure(spec_of_any_length, batch)
     key = repr(spec)
     if key not in context.predicts_rows:
         context.predicts_rows[key] = _traced_with_rows(context, spec)
@@ -76,15 +76,6 @@ def _traced_with_rows(context: StepContext, spec: Any) -> bool:
 def _is_of_any_length(output: Any) -> bool:
     shape = tf.TensorShape(output.shape)
     return shape.rank is None or shape[0] is None
-
-
-def _spec_of_any_length(leaf: Any) -> Any:
-    if leaf is None:
-        return None
-    spec = tf.type_spec_from_value(leaf)
-    if isinstance(spec, (tf.TensorSpec, tf.SparseTensorSpec)) and spec.shape.rank:
-        return type(spec)([None, *spec.shape[1:]], spec.dtype)
-    return spec
 
 
 def _gathered(world: World, share: Share, leaf: tf.Tensor, name: str) -> tf.Tensor:

@@ -17,6 +17,7 @@ from npu_device._src import compat, environment
 from npu_device._src.training.fit.draws import EAGER, Draw, draws_of
 from npu_device._src.training.fit.random_operations import MARK
 from npu_device._src.training.fit.replaced import Replaced
+from npu_device._src.wording import shortened
 from npu_device._src.world.world import World
 
 # Distance between the seeds of neighbouring ranks; the seeds of a script are closer together.
@@ -131,7 +132,4 @@ def _line(text: str, draws: Iterable[Draw]) -> list[str]:
     names = list(dict.fromkeys(draw.name for draw in draws))
     if not names:
         return []
-    listing = ", ".join(names[:_SHOWN])
-    if len(names) > _SHOWN:
-        listing += f" and {len(names) - _SHOWN} more"
-    return [f"  {text.format(listing)}"]
+    return [f"  {text.format(shortened(names, _SHOWN))}"]

@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import inspect
 import logging
 import os
@@ -339,12 +338,12 @@ def callbacks_of_rank(
             if directory and "{" not in directory and "://" not in directory:
                 os.makedirs(directory, exist_ok=True)
 
-    def agree_on_first_epoch() -> None:
+    def agree_on_first_epoch(*_: Any) -> None:
         # Keras 3's BackupAndRestore may have set it on rank 0.
         if hasattr(model, "_initial_epoch"):
             model._initial_epoch = world.object_from_root(model._initial_epoch)
 
-    def meet() -> None:
+    def meet(*_: Any) -> None:
         """Wait for the other ranks when the files are there, stop together, and compare learning rates and batches."""
         own_rates = []
         for optimizer in training_state.optimizers(model):
@@ -357,11 +356,15 @@ def callbacks_of_rank(
         _require_equal_rates(world, [rates for _, rates in reports])
         compare_batches()
 
-    calls_at_epochs = _class_of_calls(keras.callbacks.Callback)
-    settling = calls_at_epochs(int, lambda: settle(training_state.optimizer_state(model)))
+    def settle_gradients(*_: Any) -> None:
+        settle(training_state.optimizer_state(model))
+
+    # A class of Keras, since TensorFlow never frees the class of an object in a list that it was given
+    # (``CachedTypeCheck`` in tensorflow/python/util/util.cc), nor what its methods refer to.
+    with_calls = keras.callbacks.LambdaCallback
     # Before callbacks write files, all ranks get the gradients that they have added up.
-    kept.insert(0, settling)
-    meeting = calls_at_epochs(agree_on_first_epoch, meet)
+    kept.insert(0, with_calls(on_epoch_end=settle_gradients))
+    meeting = with_calls(on_train_begin=agree_on_first_epoch, on_epoch_end=meet)
     if hasattr(callbacks, "callbacks"):
         # Keras hands the model to callbacks when it makes the list, which has been done.
         meeting.set_model(model)
@@ -385,29 +388,6 @@ def _list_with(kept: list, callbacks: Any) -> Any:
     own_list = copy.copy(callbacks)
     own_list.callbacks = kept
     return own_list
-
-
-@functools.cache
-def _class_of_calls(callback_class: Any) -> Any:
-    """Return a class of callbacks that call functions, made once: TensorFlow never frees the class of an object in a
-    list that it was given (``CachedTypeCheck`` in tensorflow/python/util/util.cc), nor what its methods refer to.
-    """
-
-    class CallsAtEpochs(callback_class):
-        """Calls functions when the training begins and an epoch ends. Methods for batches would slow Keras down."""
-
-        def __init__(self, begin: Callable[[], Any], end: Callable[[], Any]) -> None:
-            super().__init__()
-            self._begin = begin
-            self._end = end
-
-        def on_train_begin(self, logs: Any = None) -> None:
-            self._begin()
-
-        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            self._end()
-
-    return CallsAtEpochs
 
 
 def _listed(callbacks: Any) -> Sequence:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from npu_device._src.collectives.engine_text import say
@@ -11,6 +12,7 @@ from npu_device._src.training.watching import training_state
 from npu_device._src.world.world import World
 
 
+@dataclass(eq=False)
 class ReplicaState:
     """The state of one replicated model between the calls of Keras.
 
@@ -21,14 +23,14 @@ class ReplicaState:
         shard_optimizer: divide the updates of the optimizers among the ranks; None: as NPU_DEVICE_SHARD_OPTIMIZER says.
     """
 
-    def __init__(self, world: World, model: Any, shard_optimizer: bool | None = None) -> None:
-        self.world = world
-        self.model = model
-        self.shard_optimizer = shard_optimizer
-        self.in_fit = False
-        self.root_rank = 0
-        self.callbacks: Any = None
-        self._is_reported = False
+    world: World
+    model: Any
+    shard_optimizer: bool | None = None
+    callbacks: Any = None
+
+    in_fit = False
+    root_rank = 0
+    _is_reported = False
 
     def prepare(self, mode: str) -> None:
         """Set what must be set before Keras makes a function."""

@@ -151,7 +151,7 @@ def _without_seeds(graph: Any) -> Any:
         seeded = [node for node in nodes if "Shuffle" in node.op or "Random" in node.op]
         inputs = {name.split(":")[0] for node in seeded for name in node.input}
         # Random generators and counters that a map uses, such as in Keras 3's layers, are compared with their values.
-        states: set[str] = set()
+        states = set()
         for node in nodes:
             if node.op == "AssignVariableOp" and tf.as_dtype(node.attr["dtype"].type).is_integer:
                 states.update(node.input)

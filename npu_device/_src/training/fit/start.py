@@ -20,7 +20,7 @@ from npu_device._src.training.sharding.remote_slots import assign_training_state
 from npu_device._src.training.watching import training_state
 from npu_device._src.training.watching.digests import checksum
 from npu_device._src.training.watching.wrapped_optimizers import reducer_of
-from npu_device._src.wording import counted
+from npu_device._src.wording import counted, shortened
 from npu_device._src.world.share import without_optional
 from npu_device._src.world.world import World
 
@@ -112,7 +112,7 @@ def synchronise(world: World, model: Any, training: bool, root_rank: int = 0) ->
         variables += training_state.optimizer_state(model)
     # Strings are words of a vocabulary, which no step changes.
     numeric = []
-    for variable in training_state.unique(variables):
+    for variable in compat.unique(variables):
         if tf.as_dtype(variable.dtype) != tf.string:
             numeric.append(variable)
     assign_training_state(world, numeric, root_rank)
@@ -204,8 +204,7 @@ def _normalisation(model: Any) -> list[str]:
             names.append(layer.name)
     if not names:
         return []
-    layers = ", ".join(names[:3]) + ", …" * (len(names) > 3)
     return [
-        f"  batch norm     {counted(len(names), 'layer')} ({layers}): by each rank's share, unlike one process; with "
-        "synchronized=True by all samples"
+        f"  batch norm     {counted(len(names), 'layer')} ({shortened(names, 3)}): by each rank's share, "
+        "unlike one process; with synchronized=True by all samples"
     ]

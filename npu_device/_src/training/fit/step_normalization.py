@@ -27,5 +27,4 @@ def synchronize_layers(
 def _moments(
     exchange: Exchange, sum_factor: Any, layer: Any, own: Callable, *args: Any, **kwargs: Any
 ) -> Any:
-    del own
     return moments(exchange, sum_factor, layer, *args, **kwargs)

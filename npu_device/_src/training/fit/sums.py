@@ -26,7 +26,7 @@ from npu_device._src.training.fit.step_context import StepContext
 from npu_device._src.training.watching import training_state
 from npu_device._src.training.watching.wrapped_optimizers import reducer_of, reducing_optimizer
 from npu_device._src.world.current_step import IsSum, Sums
-from npu_device._src.world.share import run_of, units_at, units_of
+from npu_device._src.world.share import run_of, spec_of_any_length, units_at, units_of
 
 _log = logging.getLogger("npu_device")
 _SAMPLES = 5
@@ -57,7 +57,7 @@ class CheckedStep(NamedTuple):
 
 def set_sums(context: StepContext, sums_of_ranks: Sequence[IsSum]) -> None:
     """Take numbers for sums or means of which the ranks have found this; if they differ, as the first of them has."""
-    numbers: IsSum = {}
+    numbers = {}
     # The first rank is the last to update, so that it decides where the ranks differ.
     for sums in reversed(sums_of_ranks):
         numbers.update(sums)
@@ -101,7 +101,7 @@ def checked_step(context: StepContext, samples: Samples, is_repeated: bool) -> C
 
     If it is repeated, the gradients must be the same twice, and it is seen what rounding changes.
     """
-    added_names: set[str] = set()
+    added_names = set[str]()
     while True:
         added = dict.fromkeys(added_names, True)
         # The added numbers change what the step computes, and so it is traced anew.
@@ -178,21 +178,6 @@ def sums_in_words(context: StepContext, checked: CheckedStep) -> str:
     return ", ".join(dict.fromkeys(texts))
 
 
-def spec_of_any_length(leaf: Any) -> Any:
-    """Return the type of a part of a batch, for any number of samples."""
-    if leaf is None:
-        return None
-    spec = tf.type_spec_from_value(leaf)
-    if not spec.shape.rank:
-        return spec
-    shape = [None, *spec.shape[1:]]
-    if isinstance(spec, tf.SparseTensorSpec):
-        return tf.SparseTensorSpec(shape, spec.dtype)
-    if isinstance(spec, tf.RaggedTensorSpec):
-        return tf.RaggedTensorSpec(shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype)
-    return tf.TensorSpec(shape, spec.dtype)
-
-
 def precision_of(model: Any) -> float:
     """Return how much rounding may change a value, relative."""
     # The model itself has the policy of its layers, or none.
@@ -209,7 +194,7 @@ def precision_of(model: Any) -> float:
 def _moved(variables: Sequence, precision: float) -> Iterator[None]:
     """Give variables values that differ by rounding from their own in the block."""
     # Moved once, although an optimizer may have been given a variable twice.
-    moved = training_state.unique(variables)
+    moved = compat.unique(variables)
     tensors = list(map(tf.convert_to_tensor, moved))
     for variable, tensor in zip(moved, tensors):
         array = tensor.numpy()

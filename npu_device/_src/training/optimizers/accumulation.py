@@ -78,7 +78,7 @@ def accumulate(
     for position, (contribution, variable) in enumerate(zip(contributions, variables)):
         if contribution is None:
             continue
-        waits = not compat.is_set_by_gradient(variable)
+        waits = not compat.is_overwritten(variable)
         if waits_for_update.setdefault(id(compat.inner_variable(variable)), waits):
             late.append(position)
         else:
@@ -97,7 +97,7 @@ def accumulate(
     if owners is not None:
         others_positions = []
         for position, variable in enumerate(variables):
-            is_added = gradients[position] is not None and not compat.is_set_by_gradient(variable)
+            is_added = gradients[position] is not None and not compat.is_overwritten(variable)
             if is_added and owners[position] != rank:
                 others_positions.append(position)
         others_variables = [variables[index] for index in others_positions]
@@ -155,7 +155,7 @@ def _choose_for_sparse(
     rows = []  # 0 where TensorFlow doesn't know it yet
     for contribution, variable in zip(contributions, variables):
         # What a gradient sets, Keras doesn't add up.
-        if isinstance(contribution, tf.IndexedSlices) and not compat.is_set_by_gradient(variable):
+        if isinstance(contribution, tf.IndexedSlices) and not compat.is_overwritten(variable):
             inner = compat.inner_variable(variable)
             if id(inner) not in waits_for_update:
                 new.append(inner)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,25 +12,8 @@ from npu_device._src.collectives.graph import call_now
 from npu_device._src.collectives.moves import all_gather
 from npu_device._src.gradients.reduction import Gradient, all_finite, dense_of, with_values
 from npu_device._src.training.watching.digests import SHOWN_RANKS, SHOWN_VARIABLES, variable_name
+from npu_device._src.wording import shortened
 from npu_device._src.world.world import World
-
-
-def with_nan_unless(agreed: tf.Tensor, gradients: Sequence) -> list:
-    """Return gradients, of which one is NaN if the ranks haven't agreed that all are finite."""
-    gradients = list(gradients)
-    positions = [position for position, gradient in enumerate(gradients) if gradient is not None]
-
-    def size(position: int) -> int:
-        shape = dense_of(gradients[position]).shape
-        return shape.num_elements() or sys.maxsize
-
-    def nan_unless_agreed(values: tf.Tensor) -> tf.Tensor:
-        return tf.where(agreed, values, float("nan"))
-
-    # NaN in one gradient is enough, and the smallest is the cheapest to replace.
-    smallest = min(positions, key=size)
-    gradients[smallest] = with_values(gradients[smallest], nan_unless_agreed)
-    return gradients
 
 
 def checked(
@@ -81,11 +63,8 @@ def _text(world: World, steps: int, names: Sequence[str], faults: np.ndarray) ->
         for name, fault in zip(names, row):
             if fault:
                 faults_of_rank.append(f"{name} ({'NaN' if fault == 2 else 'infinite'})")
-        omitted = ""
-        if len(faults_of_rank) > SHOWN_VARIABLES:
-            omitted = f" and {len(faults_of_rank) - SHOWN_VARIABLES} more variables"
         if faults_of_rank:
-            rows[rank] = ", ".join(faults_of_rank[:SHOWN_VARIABLES]) + omitted
+            rows[rank] = shortened(faults_of_rank, SHOWN_VARIABLES, "more variables")
     cluster = world.job.cluster
     # Finite gradients of all ranks may add up to more than their dtype holds.
     failures = "  those of each rank are; their sum is not"

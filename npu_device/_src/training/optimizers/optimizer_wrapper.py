@@ -27,6 +27,7 @@ from npu_device._src.gradients.reduction import (
     dense_of,
     origin_of,
     weighted,
+    with_nan_unless,
 )
 from npu_device._src.trace.trace import iteration
 from npu_device._src.training.distribute.synchronized_layers import find_layers, note_reduced
@@ -37,7 +38,7 @@ from npu_device._src.training.optimizers.accumulation import (
     is_update,
     note_accumulators,
 )
-from npu_device._src.training.optimizers.finite_gradients import checked, with_nan_unless
+from npu_device._src.training.optimizers.finite_gradients import checked
 from npu_device._src.training.optimizers.reducing_methods import install
 from npu_device._src.training.sharding.divided_update import DividedUpdate
 from npu_device._src.training.sharding.divisible import divided_update, tell_undivided
@@ -46,7 +47,6 @@ from npu_device._src.training.watching.replica_audit import Audit
 from npu_device._src.training.watching.same_samples import Pair, pair_of
 from npu_device._src.training.watching.same_variables import ComparedVariables, make_equal
 from npu_device._src.training.watching.schedule import can_compare, only_building
-from npu_device._src.training.watching.training_state import unique
 from npu_device._src.training.watching.wrapped_optimizers import is_wrapped, reducing_optimizer
 from npu_device._src.world.world import World
 
@@ -200,10 +200,11 @@ class GradientReducer:
                 _build(optimizer, keras, variables)
             # Variables that the optimizer trains later take part in the loss now.
             new = self._compared.others(
-                unique([*variables, *compat.variables_to_update(optimizer)])
+                compat.unique([*variables, *compat.variables_to_update(optimizer)])
             )
         # States are compared in their order: their names may have different numbers on each rank.
-        states = self._compared.others(unique(compat.optimizer_variables(optimizer, variables)))
+        states = compat.unique(compat.optimizer_variables(optimizer, variables))
+        states = self._compared.others(states)
         self._has_compared = make_equal(self._world, new, level=level)
         if self._has_compared and make_equal(self._world, states, level=level):
             self._compared.add([*new, *states])

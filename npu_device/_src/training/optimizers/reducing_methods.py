@@ -93,7 +93,7 @@ def _sum_over_replicas(self: Any, grads_and_vars: Any) -> Any:
 
 @_as_it_is
 def _aggregate_gradients(self: Any, grads_and_vars: Any) -> Any:
-    optimizer_class: Any = type(self)
+    optimizer_class = type(self)
     # Legacy optimizers have the name with the underscore.
     aggregate = (
         getattr(optimizer_class, "aggregate_gradients", None)

@@ -19,6 +19,7 @@ from npu_device._src.gradients.reduction import Gradient, dense_of
 from npu_device._src.trace.trace import changes_a_variable, mark_update_end
 from npu_device._src.training.sharding.remote_slots import OptimizerSlots
 from npu_device._src.training.sharding.shares import bytes_of, owners_of
+from npu_device._src.training.watching.same_variables import spread_from_owners
 from npu_device._src.training.watching.schedule import only_building
 from npu_device._src.world.world import World
 
@@ -96,7 +97,7 @@ class DividedUpdate:
         """Note the slots of an optimizer that is built already, which it keeps until the first step. Return why it
         can't be divided, or "".
         """
-        is_tf_keras = not compat.is_keras_3(compat.keras_of(self.optimizer))
+        is_tf_keras = not compat.of_keras_3(self.optimizer)
         # The first step of one of tf-keras tells its variables. One that isn't built is built by then.
         if is_tf_keras or not compat.is_optimizer_built(self.optimizer):
             return ""
@@ -226,7 +227,7 @@ class DividedUpdate:
                 # Keras warns of variables without a gradient, on each rank.
                 without_gradient = set(range(len(variables))) - set(with_gradient)
                 applied_indices = sorted(without_gradient.union(share))
-                own_gradients: list[Gradient] = []
+                own_gradients = []
                 for index in applied_indices:
                     gradient = None
                     if index not in without_gradient:
@@ -272,7 +273,7 @@ class DividedUpdate:
 
     def _changed(self, variables: Sequence, with_gradient: Sequence[int]) -> list:
         """Return the variables that an update changes."""
-        is_keras_3 = compat.is_keras_3(compat.keras_of(self.optimizer))
+        is_keras_3 = compat.of_keras_3(self.optimizer)
         if is_keras_3 and self.optimizer.use_ema and not self.averages_are_whole:
             # Each update changes the averages of all variables, or the variables themselves.
             return self._trained
@@ -299,19 +300,10 @@ class DividedUpdate:
 
     def _spread(self, variables: Iterable) -> tf.Tensor:
         """Give all ranks the values that the owners of variables have now; return True."""
-        variables = list(variables)
-        if not variables:
-            return tf.constant(True)
         inner = list(map(compat.inner_variable, variables))
-        owners = [self._owners[id(variable)] for variable in inner]
-        specs = [tf.TensorSpec(variable.shape, variable.dtype) for variable in inner]
-        rank = self._world.rank
-        owned = [variable for variable, owner in zip(inner, owners) if owner == rank]
-        received = self._from_owners([variable.read_value() for variable in owned], specs, owners)
-        # The owner has its own values already.
-        for variable, owner, new in zip(inner, owners, received):
-            if owner != rank:
-                variable.assign(new)
+        if inner:
+            owners = [self._owners[id(variable)] for variable in inner]
+            spread_from_owners(self._world, inner, owners)
         return tf.constant(True)
 
     def _from_owners(

@@ -19,7 +19,7 @@ _as_it_is = tf.autograph.experimental.do_not_convert
 def install_methods(optimizer: Any) -> None:
     """Replace the methods of an optimizer by those that ask its ``DividedUpdate``."""
     methods = _KERAS_3
-    if not compat.is_keras_3(compat.keras_of(optimizer)):
+    if not compat.of_keras_3(optimizer):
         methods = _TF_KERAS
     for name, method in methods.items():
         setattr(optimizer, name, MethodType(method, optimizer))

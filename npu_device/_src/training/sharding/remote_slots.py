@@ -15,6 +15,7 @@ import time
 import weakref
 import zlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Callable, Optional
 
 import numpy as np
@@ -34,6 +35,7 @@ from npu_device._src.world.world import World
 _ID_BITS = 31  # room for the ids of the optimizers of one group
 
 
+@dataclass(eq=False)
 class Share:
     """The owner of a slot, and whether its value has gone to it; an attribute of the optimizer's variable.
 
@@ -43,32 +45,70 @@ class Share:
         weight: the variable whose moving average the slot is; None for any other slot.
     """
 
+    _slots: OptimizerSlots
+    _index: int
+    owner: int
+    is_apart: bool = False
     weight: Any = None
 
-    def __init__(self, slots: OptimizerSlots, index: int, owner: int) -> None:
-        self.owner = owner
-        self.is_apart = False
-        self._slots = slots
-        self._index = index
-
     def read(self, variable: Any) -> tf.Tensor:
-        """Return the value of a slot that another rank holds."""
-        return self._slots.fetch(self._index, variable, self.owner)
+        """Return the value of a slot that another rank holds, after the same number of updates as here."""
+        slot = self._text_of(variable)
+        if not tf.executing_eagerly():
+            raise RuntimeError(
+                f"{slot}is read in a function, where it can't be fetched.\nWhat to do: read it in eager mode, between "
+                "two steps; or leave out shard_optimizer=True."
+            )
+        slots = self._slots
+        key = slots.key_of(self._index)
+        fetched = slots.exchange.bytes_on_request.fetch(self.owner, slots.keeper, key)
+        if fetched is None or len(fetched) != bytes_of(variable):
+            raise RuntimeError(
+                f"{slot}can't be read now: that rank has made a different number of updates.\nWhat to do: read and "
+                "save the state of the optimizer between two steps."
+            )
+        return _from_bytes(fetched, variable)
 
     def read_before_first_step(self, variable: Any, read: Callable[[], Any]) -> Any:
         """Return what ``read`` does. A function in which it is read fails when it runs after the first step."""
         if tf.executing_eagerly():
             return read()
-        with tf.control_dependencies([self._slots.check_not_apart(variable, self.owner)]):
+        message = (
+            f"{self._text_of(variable)}is read in a function that was traced before the first step, and has no "
+            "value for it.\nWhat to do: read it in eager mode, between two steps; or leave out shard_optimizer=True."
+        )
+        are_apart = self._slots.are_apart.read_value()
+        with tf.control_dependencies([tf.debugging.Assert(~are_apart, [message])]):
             return tf.identity(read())
 
     def assign(self, variable: Any, new_value: Any) -> None:
         """Give a value to the owner of the slot."""
-        self._slots.give(self._index, variable, self.owner, new_value)
+        slot = self._text_of(variable)
+        if not tf.executing_eagerly():
+            raise RuntimeError(
+                f"{slot}is assigned a value in a function, where that can't be sent.\nWhat to do: assign it in eager "
+                "mode, between two steps; or leave out shard_optimizer=True."
+            )
+        tensor = tf.convert_to_tensor(new_value)
+        content = _bytes_of(tf.cast(tensor, variable.dtype))
+        slots = self._slots
+        key = slots.key_of(self._index)
+        if not slots.exchange.bytes_on_request.give(self.owner, slots.keeper, key, content):
+            raise RuntimeError(
+                f"{slot}can't be assigned a value now: that rank has no such slot.\nWhat to do: load the state of the "
+                "optimizer before its first step, or between two steps; or leave out shard_optimizer=True."
+            )
+
+    def _text_of(self, variable: Any) -> str:
+        rank = self._slots.job.cluster.rank
+        path = compat.path_of(variable)
+        return f"rank {rank}: {path}, which only rank {self.owner} holds (shard_optimizer=True), "
 
     def note_assigned(self) -> None:
         """Note that the script of the owner has assigned the slot a value."""
-        self._slots.note_assigned(self._index)
+        slots = self._slots
+        if tf.executing_eagerly() and not slots.is_updating:
+            slots.assigned_at[self._index] = slots.updates
 
     def settle(self, root_rank: int) -> None:
         """Take what a rank of the job has assigned to the slot, which all ranks get the values of."""
@@ -84,21 +124,17 @@ class OptimizerSlots:
 
     def __init__(self, job: Job, group: Group) -> None:
         self.variables: list = []
-        self._job = job
+        self.job = job
         self.is_updating = False
         self._lock = threading.Lock()
         self._incoming: dict[int, dict[int, bytearray]] = {}  # bytes by slot and by rank
-        self._assigned_at: dict[int, int] = {}  # after how many updates the owner's script did
+        self.assigned_at: dict[int, int] = {}  # after how many updates the owner's script did
         # Variables, which functions change too when they run.
         with tf.init_scope(), tf.device("CPU:0"):
             self._updates = tf.Variable(0, trainable=False, dtype=tf.int64)
             self._has_incoming = tf.Variable(False, trainable=False)
-            self._are_apart = tf.Variable(False, trainable=False)
-        exchange = job.component(SlotExchange)
-        if exchange is None:
-            exchange = SlotExchange(job)
-            job.add(exchange)
-        self._exchange = exchange
+            self.are_apart = tf.Variable(False, trainable=False)
+        self.exchange = job.component_or_new(SlotExchange, job)
         self._group = group
         # The lowest rank of the group has what those hand over that end before it.
         self.keeper = group.ranks[0]
@@ -125,13 +161,13 @@ class OptimizerSlots:
     def register(self, user: Any) -> None:
         """Get the id by which the ranks know this optimizer, at its first step; see ``SlotExchange.add``."""
         if self._optimizer_id < 0:
-            self._optimizer_id = self._exchange.add(self, self._group, user)
+            self._optimizer_id = self.exchange.add(self, self._group, user)
 
     def begin(self) -> None:
         """Note that all ranks of the group have come to the first step of this optimizer."""
-        self._exchange.forget_unused(self._optimizer_id)
+        self.exchange.forget_unused(self._optimizer_id)
         with tf.init_scope():
-            self._are_apart.assign(True)
+            self.are_apart.assign(True)
 
     def count_update(self, is_update: tf.Tensor | None = None) -> None:
         """Count an update, if it is one, at once or in the graph that is built."""
@@ -153,7 +189,7 @@ class OptimizerSlots:
         deadline = time.monotonic() + UPDATE_END_SECONDS
         # The rank that asks has ended an update, or a swap, in which this rank still is.
         while updates == self.updates + 1 and time.monotonic() < deadline:
-            self._job.health.require_running()
+            self.job.health.require_running()
             time.sleep(UPDATE_POLL_SECONDS)
         return updates == self.updates
 
@@ -166,55 +202,13 @@ class OptimizerSlots:
             return None
         with self._lock:
             incoming = self._incoming.get(index)
-            if incoming and self._assigned_at.get(index) != self.updates:
+            if incoming and self.assigned_at.get(index) != self.updates:
                 return memoryview(next(reversed(incoming.values())))
         return _bytes_of(compat.inner_variable(variable).read_value())
 
-    def fetch(self, index: int, variable: Any, owner: int) -> tf.Tensor:
-        """Return the value of a slot that another rank holds, after the same number of updates as here."""
-        slot = self._text_of(variable, owner)
-        if not tf.executing_eagerly():
-            raise RuntimeError(
-                f"{slot}is read in a function, where it can't be fetched.\nWhat to do: read it in eager mode, between "
-                "two steps; or leave out shard_optimizer=True."
-            )
-        key = (self._optimizer_id, index, self.updates)
-        fetched = self._exchange.bytes_on_request.fetch(owner, self.keeper, key)
-        if fetched is None or len(fetched) != bytes_of(variable):
-            raise RuntimeError(
-                f"{slot}can't be read now: that rank has made a different number of updates.\nWhat to do: read and "
-                "save the state of the optimizer between two steps."
-            )
-        return _from_bytes(fetched, variable)
-
-    def check_not_apart(self, variable: Any, owner: int) -> tf.Operation:
-        """Return an operation that fails once only the owner has the value of a slot."""
-        message = (
-            f"{self._text_of(variable, owner)}is read in a function that was traced before the first step, and has no "
-            "value for it.\nWhat to do: read it in eager mode, between two steps; or leave out shard_optimizer=True."
-        )
-        return tf.debugging.Assert(~self._are_apart.read_value(), [message])
-
-    def give(self, index: int, variable: Any, owner: int, new_value: Any) -> None:
-        """Assign a value to a slot that another rank holds."""
-        slot = self._text_of(variable, owner)
-        if not tf.executing_eagerly():
-            raise RuntimeError(
-                f"{slot}is assigned a value in a function, where that can't be sent.\nWhat to do: assign it in eager "
-                "mode, between two steps; or leave out shard_optimizer=True."
-            )
-        tensor = tf.convert_to_tensor(new_value)
-        content = _bytes_of(tf.cast(tensor, variable.dtype))
-        key = (self._optimizer_id, index, self.updates)
-        if not self._exchange.bytes_on_request.give(owner, self.keeper, key, content):
-            raise RuntimeError(
-                f"{slot}can't be assigned a value now: that rank has no such slot.\nWhat to do: load the state of the "
-                "optimizer before its first step, or between two steps; or leave out shard_optimizer=True."
-            )
-
-    def _text_of(self, variable: Any, owner: int) -> str:
-        path = compat.path_of(variable)
-        return f"rank {self._job.cluster.rank}: {path}, which only rank {owner} holds (shard_optimizer=True), "
+    def key_of(self, index: int) -> Key:
+        """Return what the ranks name a slot by, after the current number of updates."""
+        return (self._optimizer_id, index, self.updates)
 
     def accept(self, rank: int, index: int, content: bytearray) -> bool:
         """Keep what another rank assigns to a slot of this one, until the next update."""
@@ -232,10 +226,6 @@ class OptimizerSlots:
             incoming[rank] = equal
             self._has_incoming.assign(True)
         return True
-
-    def note_assigned(self, index: int) -> None:
-        if tf.executing_eagerly() and not self.is_updating:
-            self._assigned_at[index] = self.updates
 
     def settle(self, after: Sequence[tf.Tensor], is_update: tf.Tensor | None) -> list[tf.Tensor]:
         """Assign what other ranks have given, once some tensors of all ranks are there, if this step makes an update;
@@ -261,7 +251,7 @@ class OptimizerSlots:
         with self._lock:
             for index, incoming in self._incoming.items():
                 # What the owner's script has assigned stays: it makes the same call as the others.
-                if self._assigned_at.get(index) == self.updates:
+                if self.assigned_at.get(index) == self.updates:
                     continue
                 contents = list(incoming.values())
                 if any(content != contents[0] for content in contents):
@@ -271,7 +261,7 @@ class OptimizerSlots:
                     ]
                     listed = "\n".join(rows)
                     raise RuntimeError(
-                        f"rank {self._job.cluster.rank}: other ranks have assigned "
+                        f"rank {self.job.cluster.rank}: other ranks have assigned "
                         f"{compat.path_of(self.variables[index])} "
                         f"different values, and only this rank holds it (shard_optimizer=True).\n{listed}\n"
                         "What to do: load the same file on every rank, or on rank 0 alone."

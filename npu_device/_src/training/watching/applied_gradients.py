@@ -69,17 +69,13 @@ class AppliedGradients:
         self._job = job
         self._last_word = last_word
         self._posted_sums = PostedSums(job, last_word, self._are_equal_otherwise)
-        self._watched: weakref.WeakKeyDictionary[Any, WatchedOptimizer] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._watched = weakref.WeakKeyDictionary[Any, WatchedOptimizer]()
         # The optimizers of the script's own loops that XLA compiles, by graph.
-        self._compiled: weakref.WeakKeyDictionary[Any, WatchedOptimizer] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._compiled = weakref.WeakKeyDictionary[Any, WatchedOptimizer]()
         self._pair: Pair | None = None
         self._reduced_count = 0  # number of tensors reduced since the last eager step
-        self._start_counts: Counter[str] = Counter()  # by signature
-        self._averaged: set[int] = set()  # the ids of variables that are reduced themselves
+        self._start_counts = Counter[str]()  # by signature
+        self._averaged = set[int]()  # the ids of variables that are reduced themselves
 
     # What the script reduces
 
@@ -195,7 +191,7 @@ class AppliedGradients:
         """Return a function that compares the step of a number, and returns the number of the next step to compare."""
         is_eager = tf.executing_eagerly()
         pair = self._pop_pair(step)
-        variables: list[tuple[int, str]] = []
+        variables = []
         # Only some are unreduced: the others were reduced.
         if len(unreduced) < len(step.gradients):
             ids = set(map(id, unreduced))

@@ -13,6 +13,7 @@ from npu_device._src import compat
 from npu_device._src.cluster.description import Cluster
 from npu_device._src.cluster.rank_errors import ClusterError
 from npu_device._src.collectives.job import Job
+from npu_device._src.wording import shortened
 
 SHOWN_VARIABLES = 4
 SHOWN_RANKS = 16
@@ -52,10 +53,7 @@ def variable_name(variable: Any) -> str:
 
 
 def named(names: Sequence[str]) -> str:
-    text = ", ".join(names[:SHOWN_VARIABLES])
-    if len(names) > SHOWN_VARIABLES:
-        text += ", …"
-    return text
+    return shortened(names, SHOWN_VARIABLES)
 
 
 def differences(
@@ -113,12 +111,9 @@ def _rows_of_all(
     """Post checksums of variables at some times; return those of all ranks on the last one, [] on the others."""
     try:
         own_row = list(map(list, zip(*checksums)))
-        answers = job.control.post(name, own_row)
+        rows = job.control.post(name, own_row)
     except ClusterError:
         # The next collective raises the error of a lost rank.
-        return []
-    rows = [answers[rank] for rank in sorted(answers)]
-    if len(rows) < job.cluster.world_size:
         return []
     if any(len(row) != len(names) for row in rows):
         return []
@@ -136,11 +131,11 @@ def _text_of(
     for column in zip(*rows):
         are_equal = [len(set(ranks)) == 1 for ranks in zip(*column)]
         reported.append(is_reported(are_equal))
-    values = []
+    compared = []
     for row in rows:
         # Variables that aren't reported get 0, by which they compare as equal.
-        values.append([times[0] if is_apart else 0 for times, is_apart in zip(row, reported)])
-    difference = differences(job.cluster, range(len(rows)), names, values)
+        compared.append([times[0] if is_apart else 0 for times, is_apart in zip(row, reported)])
+    difference = differences(job.cluster, range(len(rows)), names, compared)
     if difference is None:
         return None
     return difference[1]

@@ -82,9 +82,8 @@ class LastWord:
             # A function knows a variable of Keras by its inner one.
             inner = compat.inner_variable(variable)
             if id(inner) not in noted:
-                forget = functools.partial(noted.pop, id(inner))
                 # A variable that goes takes its note along; ids are used again.
-                reference = weakref.ref(inner, lambda _, forget=forget: forget(None))  # type: ignore[misc]
+                reference = weakref.ref(inner, functools.partial(noted.pop, id(inner)))
                 key = f"{label or self._calls}/{position}"
                 noted[id(inner)] = _Noted(key, reference, variable_name(variable))
             if not label:
@@ -133,8 +132,8 @@ class LastWord:
             answer = {"alone": not job.has_communicated, "checksums": checksums}
             answers = job.control.post("the last word", answer)
             # Only the last rank to post gets the answers of all.
-            if len(answers) == job.cluster.world_size:
-                self._compare(candidates, [answers[rank] for rank in sorted(answers)])
+            if answers:
+                self._compare(candidates, answers)
 
     def _candidates(self) -> list[_Candidate]:
         """Return the variables that exist, those that must be equal first."""
@@ -143,7 +142,7 @@ class LastWord:
             variable = noted.reference()
             if variable is not None:
                 variables[noted.key] = (variable, noted.name)
-        of_optimizers: set[int] = set()
+        of_optimizers = set()
         for key, references in self._optimizers.items():
             optimizer, *trained = [reference() for reference in references]
             if optimizer is None or any(variable is None for variable in trained):

@@ -8,7 +8,7 @@ import sys
 from typing import Any, Callable
 
 from npu_device._src import compat
-from npu_device._src.collectives.job import Job, current
+from npu_device._src.collectives.job import Job, current_component
 from npu_device._src.training.watching.applied_gradients import AppliedGradients, UnequalStartError
 from npu_device._src.training.watching.last_word import LastWord
 from npu_device._src.training.watching.row_order import rows_in_order
@@ -61,10 +61,7 @@ def _wrapper(original: Callable, parameter: str) -> Callable:
         # Made a list, since an iterator could be read only once.
         gradients = list(args[0] if args else kwargs.pop(parameter))
         further = args[1:]
-        job = current()
-        watching = None
-        if job is not None and not job.in_fork:
-            watching = job.component(AppliedGradients)
+        watching = current_component(AppliedGradients)
         if watching is None:
             return original(self, gradients, *further, **kwargs)
         reducer = None

@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from npu_device._src import compat
 from npu_device._src.gradients.reduction import ReductionOptions
-from npu_device._src.thread_switch import ThreadSwitch
+from npu_device._src.threads import ThreadSwitch
 from npu_device._src.world.world import World
 
 _log = logging.getLogger("npu_device")
@@ -78,8 +78,7 @@ def note_partial_sums(world: World, variables: Sequence, counter: Any, period: i
     for variable in map(compat.inner_variable, variables):
         # Forgotten with the variable, whose id another one may get.
         forget = functools.partial(_partial_sums.pop, id(variable))
-        reference = weakref.ref(variable, lambda _, forget=forget: forget(None))  # type: ignore[misc]
-        _partial_sums[id(variable)] = _PartialSum(reference, accumulation)
+        _partial_sums[id(variable)] = _PartialSum(weakref.ref(variable, forget), accumulation)
 
 
 def is_partial_sum(variable: Any) -> bool:

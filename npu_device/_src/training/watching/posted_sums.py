@@ -93,11 +93,11 @@ class PostedSums:
             return NEVER
         earlier = watched.posted
         signature = f"{len(sums)} gradients of {watched.signature}"
-        posts_by_rank = self._post(watched, signature, step, sums)
+        posts_of_all = self._post(watched, signature, step, sums)
         if earlier is None:
             return next_look(step, step)
-        sums_by_rank: SumsByRank = {}
-        for rank, posts in posts_by_rank.items():
+        sums_by_rank = {}
+        for rank, posts in enumerate(posts_of_all):
             # Only sums of the same step can be compared.
             sums_by_rank[rank] = [post[1] for post in posts if post[0] == earlier.step]
         distinct = _distinct(sums_by_rank)
@@ -110,7 +110,7 @@ class PostedSums:
 
     def _post(
         self, watched: WatchedOptimizer, signature: str, step: int, sums: Sums
-    ) -> dict[int, list[Post]]:
+    ) -> list[list[Post]]:
         """Post the sums of the first step with the sums of earlier optimizers like this one: another rank may be
         behind by one. Return what all ranks have posted.
         """

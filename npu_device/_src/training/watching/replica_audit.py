@@ -36,7 +36,6 @@ from npu_device._src.training.watching.schedule import (
     can_compare,
     next_look,
 )
-from npu_device._src.training.watching.training_state import unique
 from npu_device._src.world.world import World, value_of
 
 _log = logging.getLogger("npu_device")
@@ -100,12 +99,12 @@ class Audit:
         myself = weakref.ref(self)
         is_off = self._is_off
         keeps_order = optimizer is not None
-        audited: list = []
+        audited = []
         if not is_off:
             states = []
             if keeps_order:
                 states = without_partial_sums(compat.optimizer_variables(optimizer, variables))
-            audited = unique([*variables, *states])
+            audited = compat.unique([*variables, *states])
         names = list(map(variable_name, audited))
         if keeps_order:
             by_hand = []

@@ -22,7 +22,7 @@ def rows_in_order(optimizer: Any, gradients: Sequence) -> Iterator[None]:
     would drift apart. tf-keras adds the rows up itself.
     """
     is_sparse = any(isinstance(gradient, tf.IndexedSlices) for gradient in gradients)
-    if not is_sparse or not compat.is_keras_3(compat.keras_of(optimizer)):
+    if not is_sparse or not compat.of_keras_3(optimizer):
         yield
         return
     for name in _ASSIGNING:

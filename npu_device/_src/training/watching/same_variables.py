@@ -96,6 +96,13 @@ def assign_from_root(world: World, variables: Sequence, root_rank: int = 0) -> A
 
 def assign_from_owners(world: World, variables: Sequence, owners: Sequence[int]) -> Any:
     """Set each variable to the value of the rank of the group that owns it; return as ``assign_from_root``."""
+    outcomes = spread_from_owners(world, variables, owners)
+    note_equal(world, variables)
+    return fetchable(outcomes)
+
+
+def spread_from_owners(world: World, variables: Sequence, owners: Sequence[int]) -> list:
+    """Do as ``assign_from_owners``, without noting that they are equal; return what a session has to run."""
     tensors = []
     for variable, owner in zip(variables, owners):
         # An owner has its own values already.
@@ -104,12 +111,11 @@ def assign_from_owners(world: World, variables: Sequence, owners: Sequence[int])
         else:
             tensors.append(tf.TensorSpec(variable.shape, variable.dtype))
     sent = broadcast_from_owners(world.job, tensors, owners, world.group)
-    note_equal(world, variables)
     assignments = []
     for variable, tensor, owner in zip(variables, sent, owners):
         if owner != world.rank:
             assignments.append(variable.assign(tensor))
-    return fetchable([*assignments, *sent[:1]])
+    return [*assignments, *sent[:1]]
 
 
 def note_equal(world: World, variables: Sequence) -> None:
@@ -137,10 +143,7 @@ class ComparedVariables:
         for variable in variables:
             # A variable that goes takes its note along, since another one may get its id.
             forget = functools.partial(self._references_by_id.pop, id(variable))
-            self._references_by_id[id(variable)] = weakref.ref(
-                variable,
-                lambda _, forget=forget: forget(None),  # type: ignore[misc]
-            )
+            self._references_by_id[id(variable)] = weakref.ref(variable, forget)
 
     def others(self, variables: Sequence) -> list:
         """Return the variables that haven't been compared. In most steps, there are none."""

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from npu_device._src import compat
 from npu_device._src.collectives.graph import step_data
-from npu_device._src.thread_switch import ThreadSwitch
+from npu_device._src.threads import ThreadSwitch
 
 FIRST_LOOKS = (4, 7, 10, 20)
 NEVER = 1 << 62

@@ -20,7 +20,7 @@ import tensorflow as tf
 from npu_device._src import compat
 from npu_device._src.cluster.rank_errors import ClusterError
 from npu_device._src.cluster.time_limits import LAST_WORD_SECONDS
-from npu_device._src.collectives.job import Job, current
+from npu_device._src.collectives.job import Job, current_component
 from npu_device._src.training.watching.digests import differences, variable_name
 from npu_device._src.training.watching.last_word import checksum_of_pieces
 
@@ -48,9 +48,9 @@ class SessionEnds:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._graphs: weakref.WeakKeyDictionary[Any, _Variables] = weakref.WeakKeyDictionary()
+        self._graphs = weakref.WeakKeyDictionary[Any, _Variables]()
         # The ranks build the same graphs in the same order, and so give them the same numbers.
-        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._numbers = weakref.WeakKeyDictionary[Any, int]()
         self._next_number = itertools.count(1)
 
     def add(self, variables: Sequence) -> None:
@@ -100,8 +100,8 @@ class SessionEnds:
         with contextlib.suppress(ClusterError):
             answers = job.control.post(name, checksums)
             # Only the last rank to post gets the answers of all.
-            if len(answers) == job.cluster.world_size:
-                self._warn_if_different([answers[rank] for rank in sorted(answers)])
+            if answers:
+                self._warn_if_different(answers)
 
     def _warn_if_different(self, answers: Sequence[dict[str, int]]) -> None:
         cluster = self._job.cluster
@@ -133,9 +133,6 @@ def _to_be_equal(noted: _Variables) -> Iterator:
 
 def compare_at_end(session: Any) -> None:
     """Compare the variables of a session that ends on all ranks, if there is a job."""
-    job = current()
-    if job is None or job.in_fork:
-        return
-    ends = job.component(SessionEnds)
+    ends = current_component(SessionEnds)
     if ends is not None:
         ends.compare(session)

@@ -50,7 +50,7 @@ def reduce_compared(world: World, gradients: Sequence, reduce: Callable[[], list
     is_watched = mode != "ignore" or environment.NPU_DEVICE_AUDIT.get() != "off"
     graphs = world.job.component_or_new(_Graphs)
     is_whole_job = world.size == world.job.cluster.world_size
-    variables: list = []
+    variables = []
     is_session = not tf.compat.v1.executing_eagerly_outside_functions()
     if is_session and is_watched and is_whole_job and len(graphs) < _MOST_GRAPHS:
         variables = _variables_of(gradients)

@@ -22,7 +22,7 @@ from npu_device._src.training.watching.schedule import only_building
 
 def training_variables(model: Any) -> list:
     """Return the weights and the state of the optimizers, as far as they exist, in the same order on every rank."""
-    return unique([*weights(model), *optimizer_state(model)])
+    return compat.unique([*weights(model), *optimizer_state(model)])
 
 
 def weights(model: Any) -> list:
@@ -32,15 +32,15 @@ def weights(model: Any) -> list:
     except ValueError:
         # A part of a tf-keras model isn't built.
         variables = compat.variables_of(model)
-    return unique(weight for weight in variables if not compat.is_vocabulary(weight))
+    return compat.unique(weight for weight in variables if not compat.is_vocabulary(weight))
 
 
 def optimizer_state(model: Any) -> list:
     """Return the variables of the model's optimizers: steps, slots, averages, learning rates and loss scales."""
-    states: list = []
+    states = []
     for optimizer in optimizers(model):
         states += compat.optimizer_variables(optimizer, weights(model))
-    return unique(states)
+    return compat.unique(states)
 
 
 def optimizers(model: Any) -> list:
@@ -57,7 +57,7 @@ def metrics(model: Any) -> list:
     found = compat.metrics_of(model)
     for node in reachable(model, in_metrics=False):
         found += compat.metrics_in(node)
-    return unique(found)
+    return compat.unique(found)
 
 
 def loose_variables(model: Any) -> list:
@@ -110,7 +110,7 @@ def trace_step(model: Any, step: Callable[[Any], Any], batch_spec: Any) -> Any:
     Returns the types of what the step returns.
     """
     # AutoGraph is on where Keras itself traces the step with it.
-    autograph = not compat.is_keras_3(compat.keras_of(model))
+    autograph = not compat.of_keras_3(model)
     own_traces = compat.do_not_convert(compat.own_traces)
 
     def traced(batch: Any) -> Any:
@@ -158,12 +158,6 @@ def set_random_states(states: tuple[Any, ...]) -> None:
         compat.set_random_state(tensorflow)
 
 
-def unique(nodes: Iterable) -> list:
-    """Return things in their order, each of them once."""
-    # By identity, since TensorFlow compares tensors and variables by value.
-    return list({id(node): node for node in nodes}.values())
-
-
 _FRAMEWORKS = "keras tf_keras tensorflow numpy npu_device builtins logging threading wrapt"
 _LONGEST = 1000  # elements of a list or dict that are looked at: optimizers and variables aren't kept by the thousand
 
@@ -176,7 +170,7 @@ def reachable(model: Any, in_metrics: bool = True) -> Iterator:
     any metrics without ``in_metrics``.
     """
     waiting = deque([model])
-    visited: dict[int, Any] = {}
+    visited = {}
     while waiting:
         node = waiting.popleft()
         if id(node) not in visited:

@@ -54,8 +54,8 @@ class BufferPool:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._free: defaultdict[int, list[_Buffer]] = defaultdict(list)  # free buffers by size
-        self._returned: deque[_Buffer] = deque()
+        self._free = defaultdict[int, list[_Buffer]](list)  # free buffers by size
+        self._returned = deque[_Buffer]()
         self._last_used: dict[int, int] = {}
         self._round = 0
 

@@ -143,6 +143,11 @@ class HostEngine(ArrayEngine):
         wire: Wire,
         terms: Terms = AGREED,
     ) -> list[TensorList]:
+        """Reduce segments, lists of tensors of one dtype; return the results of each, the same bits on every rank.
+
+        A mean is over all ranks that the members stand for (``Group.counts``). float32 and float64 tensors are sent in
+        the dtype ``wire``; sums are exact to float32 either way, and never infinite if the true sum is finite.
+        """
         make = partial(
             _reduction, reduction=reduction, wire=wire, readers=range(group.size), rank=group.rank
         )
@@ -151,6 +156,7 @@ class HostEngine(ArrayEngine):
     def reduce(
         self, tensors: Tensors, reduction: str, root: int, group: Group, terms: Terms = AGREED
     ) -> TensorList:
+        """Reduce tensors of one dtype to one rank; the other ranks get values of the result's shapes and dtype."""
         transfer = _reduction(tensors, reduction, None, [root], group.rank)
         [results] = self.run(group, [transfer], [tensors], terms)
         if group.rank == root:
@@ -199,6 +205,7 @@ class HostEngine(ArrayEngine):
     def broadcast(
         self, tensors: Tensors, root: int, group: Group, terms: Terms = AGREED
     ) -> TensorList:
+        """Return the tensors of the root on every rank; any dtypes, the same shapes and dtypes everywhere."""
         sends = group.rank == root
         has_shapes = all(tensor.shape.is_fully_defined() for tensor in tensors)
         # The rank's own tensors give the shapes where these are unknown. Otherwise a receiver has no inputs, so that it
@@ -213,9 +220,11 @@ class HostEngine(ArrayEngine):
         return received
 
     def all_gather(self, row: tf.Tensor, group: Group, terms: Terms = AGREED) -> tf.Tensor:
+        """Return all ranks' rows on every rank: [n] in, [group.size, n] out; n is the same on all ranks."""
         return self._rows(transfer_rounds.all_gather, row, group, terms)
 
     def all_to_all(self, rows: tf.Tensor, group: Group, terms: Terms = AGREED) -> tf.Tensor:
+        """Send row i to rank i, and return the row from rank i as row i: [group.size, n] in and out."""
         return self._rows(transfer_rounds.all_to_all, rows, group, terms)
 
     def _rows(self, rounds: Callable, tensor: tf.Tensor, group: Group, terms: Terms) -> tf.Tensor:
@@ -452,7 +461,7 @@ def _of_graph(finished: Finished) -> list:
     return [np.int64(ended_at), *results]
 
 
-_waiting: weakref.WeakSet[tf.Operation] = weakref.WeakSet()
+_waiting = weakref.WeakSet[tf.Operation]()
 
 
 def _waited_for(

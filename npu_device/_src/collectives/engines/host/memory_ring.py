@@ -186,7 +186,7 @@ class MemoryRing:
         """Run rounds: in each, members publish a slot, and all read what they need of it. With a head, no member
         publishes a second slot before all heads agree.
         """
-        published: deque[Round] = deque()  # rounds that this member has published and not yet read
+        published = deque[Round]()  # rounds that this member has published and not yet read
         rounds_read = 0
         upcoming = next(rounds, None)
         while upcoming is not None or published:

@@ -56,7 +56,7 @@ class MessageChannel:
     def run(self, rounds: Rounds, head: Head | None) -> Program:
         """Run rounds, of which several are on their way. The members have agreed on the call: there is no head."""
         del head
-        under_way: deque[_StartedRound] = deque()
+        under_way = deque[_StartedRound]()
         rounds_read = 0
         upcoming = next(rounds, None)
         while upcoming is not None or under_way:

@@ -11,7 +11,6 @@ import importlib
 import importlib.util
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -29,6 +28,7 @@ from npu_device._src.collectives.engines.host.message_channel import MessageChan
 from npu_device._src.collectives.engines.host.mpi_world import MpiWorld
 from npu_device._src.collectives.group import Group, counts_of
 from npu_device._src.membership import launchers
+from npu_device._src.threads import start_thread
 
 # One tag is enough: each group has a communicator, and MPI keeps the order of a pair's messages.
 _TAG = 0
@@ -178,7 +178,7 @@ def open_world(context: EngineContext, wanted: bool, on_exit: OnExit) -> Sequenc
     if not any(problems):
         problems = gather("mpi/started", _start(context, on_exit))
     if not any(problems):
-        mpi: Any = importlib.import_module("mpi4py.MPI")
+        mpi = importlib.import_module("mpi4py.MPI")
         comm = mpi.COMM_WORLD.Split(0, context.cluster.rank)
         # By default, MPI ends all ranks at an error, without naming the group.
         comm.Set_errhandler(mpi.ERRORS_RETURN)
@@ -189,9 +189,7 @@ def open_world(context: EngineContext, wanted: bool, on_exit: OnExit) -> Sequenc
         if any(problems):
             context.mpi_world = None
         else:
-            threading.Thread(
-                target=_keep_going, args=(world,), name="npu_device-mpi", daemon=True
-            ).start()
+            start_thread("npu_device-mpi", _keep_going, world)
     if not any(problems):
         return []
     return list(problems)
@@ -207,7 +205,7 @@ def _problem(context: EngineContext, wanted: bool) -> str:
     if importlib.util.find_spec("mpi4py") is None:
         return "mpi4py isn't installed"
     try:
-        mpi4py: Any = importlib.import_module("mpi4py")
+        mpi4py = importlib.import_module("mpi4py")
         if "mpi4py.MPI" not in sys.modules:
             # Without this, the import would start MPI, and wait for ranks on which it may fail.
             mpi4py.rc.initialize = False
@@ -220,7 +218,7 @@ def _problem(context: EngineContext, wanted: bool) -> str:
 
 def _start(context: EngineContext, on_exit: OnExit) -> str:
     """Start MPI on all ranks; return the problem, "" if there is none."""
-    mpi: Any = importlib.import_module("mpi4py.MPI")
+    mpi = importlib.import_module("mpi4py.MPI")
     starts = not mpi.Is_initialized()
     if starts:
         mpi.Init_thread(mpi.THREAD_MULTIPLE)

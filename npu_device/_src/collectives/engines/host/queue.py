@@ -35,6 +35,7 @@ from npu_device._src.collectives.engines.host.channel import (
     Wait,
     head_of,
 )
+from npu_device._src.threads import start_thread
 
 Prepared = tuple[Callable, ArrayList]
 """What makes the rounds of a transfer, ``make_rounds(channel)``, and the arrays that the rounds fill. Between two
@@ -64,8 +65,7 @@ class StartedTransfer:
     position: int  # position of the transfer in the group
     program: Optional[Program] = None
     error: Optional[BaseException] = None
-    ended_at: int = 0
-    has_ended: bool = False
+    ended_at: int = 0  # nanoseconds since the epoch; 0 until then
 
 
 class HostQueue:
@@ -90,7 +90,7 @@ class HostQueue:
         self._background_from = background_from
         # The channel is made at the first transfer, since members may never use a group that they made.
         self.channel: Channel | None = None
-        self._queue: deque[StartedTransfer] = deque()
+        self._queue = deque[StartedTransfer]()
         # Counts all transfers, so that the thread that advances them notices new ones.
         self._arrivals = 0
         # Held by the only thread that advances the channel at this moment.
@@ -120,7 +120,7 @@ class HostQueue:
         if computes_meanwhile:
             self._publish()
             size = sum(array.nbytes for array in arrays or results)
-            if size > self._background_from and not started.has_ended:
+            if size > self._background_from and not started.ended_at:
                 self._run_in_background()
         return started
 
@@ -139,10 +139,7 @@ class HostQueue:
 
     def _run_in_background(self) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._run_queue, name="npu_device-shared", daemon=True
-            )
-            self._thread.start()
+            self._thread = start_thread("npu_device-shared", self._run_queue)
         self._work.set()
 
     def _run_queue(self) -> None:
@@ -172,9 +169,8 @@ class HostQueue:
         # The program holds views of the results; without it they are free as soon as the caller
         # drops them.
         started.program = None
-        started.ended_at = time.time_ns()
         with self._ended:
-            started.has_ended = True
+            started.ended_at = time.time_ns()
             self._ended.notify_all()
         return True
 
@@ -200,14 +196,14 @@ class HostQueue:
         """Wait for a transfer, and return its results; to be called once."""
         try:
             # The lock is held while advancing, so a transfer of another thread can end in between.
-            while not started.has_ended:
+            while not started.ended_at:
                 # The background thread runs the transfer, or one before it.
                 if self._work.is_set():
                     with self._ended:
-                        self._ended.wait_for(lambda: started.has_ended)
+                        self._ended.wait_for(lambda: started.ended_at > 0)
                     break
                 with self._advancing:
-                    while not started.has_ended:
+                    while not started.ended_at:
                         self._advance_first(Wait.SPINNING)
             # Transfers that were started meanwhile could not publish while this thread had the lock.
             self._publish()

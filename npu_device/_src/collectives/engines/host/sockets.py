@@ -30,6 +30,7 @@ from npu_device._src.collectives.engines.host.buffers import ALIGNMENT
 from npu_device._src.collectives.engines.host.channel import Head, Program, Round, Wait
 from npu_device._src.collectives.engines.host.message_channel import MessageChannel
 from npu_device._src.collectives.group import Group, counts_of
+from npu_device._src.threads import start_thread
 
 _LENGTH = struct.Struct("<Q")
 
@@ -66,7 +67,7 @@ class Direction:
         self.sends = sends
         # Set once, before the first message; a send or receive never blocks.
         self.connection: socket.socket
-        self.messages: deque[SocketMessage] = deque()
+        self.messages = deque[SocketMessage]()
         # Why the connection has ended. That is an error only for those who still wait for a message: the other member
         # may have destroyed the group after its last one.
         self.lost: str | None = None
@@ -191,7 +192,7 @@ class SocketMesh(MessageChannel):
         self._closing = threading.Lock()
         self._is_closed = False
         # A thread connects, since members come only when they first use the group.
-        threading.Thread(target=self._connect, name="npu_device-connect", daemon=True).start()
+        start_thread("npu_device-connect", self._connect)
 
     def _connect(self) -> None:
         # Outgoing connections come first: a thread of ``Peers`` accepts incoming ones at any time.
@@ -352,7 +353,7 @@ class SmallMessages(SocketMesh):
     def _gather(self, row: bytes) -> Generator[SocketMessage, None, list[bytes]]:
         """Return all members' rows, by member, given this member's; they have the same length on all."""
         rows = [row]  # rows of this member, of the one before it, and so on
-        sent: list[SocketMessage] = []
+        sent = []
         while len(rows) < self.size:
             distance = len(rows)
             count = min(distance, self.size - distance)

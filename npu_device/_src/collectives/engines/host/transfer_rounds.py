@@ -273,7 +273,7 @@ def _pipelined(blocks: Iterable[tuple[Iterable[Round], Round]], ahead: int) -> R
     """Yield the rounds of blocks. Each block begins with some rounds, and ends with one whose source comes from those:
     it follows ``ahead`` rounds later, so that nobody waits for it.
     """
-    endings: deque[Round] = deque()
+    endings = deque[Round]()
     count = 0  # number of rounds so far
     for beginning, ending in blocks:
         for exchange in beginning:

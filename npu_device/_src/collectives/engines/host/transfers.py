@@ -31,6 +31,7 @@ from npu_device._src.collectives.engines.host.buffers import BufferPool
 from npu_device._src.collectives.engines.host.host_engine import ArrayEngine, GraphOrders
 from npu_device._src.collectives.engines.host.queue import ArrayTransfer, Finished, Prepared
 from npu_device._src.collectives.group import Group
+from npu_device._src.threads import start_thread
 
 _MOST_IDLE = 4  # idle connections of a pair
 _CONTENT = struct.Struct("<iiiq")
@@ -117,7 +118,7 @@ class PairQueue:
             while self._move_first(queue):
                 pass
 
-        threading.Thread(target=run, name="npu_device-transfers", daemon=True).start()
+        start_thread("npu_device-transfers", run)
 
     def _move_first(self, queue: deque[PairTransfer]) -> bool:
         """Move the first transfer of a queue; return whether more of them wait."""

@@ -36,7 +36,7 @@ _Move = Callable[[tf.Tensor], tf.Tensor]
 
 
 class TensorFlowEngine:
-    """TensorFlow's collectives; see ``engines.Engine``. The ranks have agreed on a call before."""
+    """TensorFlow's collectives; see ``HostEngine``. The ranks have agreed on a call before."""
 
     def __init__(self, context: EngineContext) -> None:
         self._context = context
@@ -70,7 +70,7 @@ class TensorFlowEngine:
         self, tensors: Tensors, root: int, group: Group, terms: Terms = AGREED
     ) -> TensorList:
         """Return the root's tensors on every rank, in few large transfers; all have the same shapes and dtypes."""
-        results: TensorList = []
+        results = []
         for transfer in _transfers(tensors):
             words = pack_words(transfer)
             received = _with_an_element(

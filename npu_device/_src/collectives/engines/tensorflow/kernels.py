@@ -51,9 +51,7 @@ class KeySequence:
         # The first key of the ring of each signature, and how many were drawn.
         self._drawn: dict[Hashable, list[int]] = {}
         # The names of the collectives of each graph, by kind and dtype.
-        self._names: weakref.WeakKeyDictionary[tf.Graph, defaultdict[Hashable, list[str]]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._names = weakref.WeakKeyDictionary[tf.Graph, defaultdict[Hashable, list[str]]]()
 
     def draw(self, call: Hashable, dtype: tf.DType, shape: tf.TensorShape | tf.Tensor) -> tf.Tensor:
         """Return the next key, int32, for what TensorFlow remembers with a key: the collective and its root (``call``),
@@ -217,7 +215,7 @@ class Kernels:
         # The CPU computes the keys, also of a collective between GPUs.
         with tf.device(cpu):
             key = sequence.draw(call, tensor.dtype, shape)
-        tokens: list[tf.Tensor] = []
+        tokens = []
         if not tf.executing_eagerly():
             # In a tf.function TensorFlow serializes stateful operations without a resource, and those on the same
             # resource. On the CPU neighbouring collectives get different resources, so that none waits for another.

@@ -1,10 +1,11 @@
-"""Switches that each thread has for itself."""
+"""Threads that end with the process, and switches that each thread has for itself."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 from collections.abc import Iterator
+from typing import Callable
 
 
 class ThreadSwitch(threading.local):
@@ -20,3 +21,10 @@ class ThreadSwitch(threading.local):
             yield
         finally:
             self.is_on = before
+
+
+def start_thread(name: str, run: Callable[..., object], *arguments: object) -> threading.Thread:
+    """Start a thread that doesn't keep the process from ending."""
+    thread = threading.Thread(target=run, args=arguments, name=name, daemon=True)
+    thread.start()
+    return thread
