@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fit_checkpoint_bodies as bodies
@@ -40,10 +41,31 @@ class Count(tf.keras.callbacks.Callback):
         self.steps = state["steps"]
 
 
-def orbax(path_of: Any) -> Any:
-    """Keras's ``OrbaxCheckpoint``, which counts and decides, but for what needs Orbax: it makes an empty file instead;
-    None in a Keras without it.
-    """
+class Steps:
+    """Keeps an empty file for each step, as Orbax a folder: a step that exists is an error."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    @property
+    def checkpoints(self) -> list[SimpleNamespace]:
+        names = [path.name for path in self._folder.glob("*.orbax")]
+        return [SimpleNamespace(step=int(name.partition(".")[0])) for name in names]
+
+    def _path(self, step: int) -> Path:
+        return self._folder / f"{step}.orbax"
+
+    def save(self, step: int) -> None:
+        self._path(step).touch(exist_ok=False)
+
+    def delete(self, step: int) -> None:
+        self._path(step).unlink()
+
+    def wait(self) -> None: ...
+
+
+def orbax(folder: Path) -> Any:
+    """Keras's ``OrbaxCheckpoint``, which counts and decides, without Orbax; None in a Keras without it."""
     keras_class = getattr(tf.keras.callbacks, "OrbaxCheckpoint", None)
     if keras_class is None:
         return None
@@ -56,12 +78,12 @@ def orbax(path_of: Any) -> Any:
             self._batches_seen_since_last_saving = 0
             self._last_batch_seen = None
             self._total_batches_seen = 0
+            self.checkpointer = Steps(folder)
 
         def _save_checkpoint(self, step: int, logs: Any = None) -> None:
-            path_of(step).touch()
+            self.checkpointer.save(step)
 
-        def on_train_end(self, logs: Any = None) -> None:
-            pass
+        def on_train_end(self, logs: Any = None) -> None: ...
 
     return Orbax()
 
@@ -94,7 +116,7 @@ def fit(place: Path, copies: Any = None, last: bool = True) -> dict[str, Any]:
     swaps = getattr(callbacks, "SwapEMAWeights", None)
     if swaps is not None:
         named.insert(0, swaps(swap_on_epoch=True))
-    saving = orbax(lambda step: files / f"orbax{step}.{suffix}")
+    saving = orbax(files)
     if saving is not None:
         named.insert(0, saving)
     model = bodies.make_model(3, wrapped=False)
@@ -116,7 +138,7 @@ def fit(place: Path, copies: Any = None, last: bool = True) -> dict[str, Any]:
         "best": best.best,
         "steps": count.steps,
         "table": (files / "table.csv").read_text() if is_main else "",
-        "files": sorted(path.name for path in files.glob(f"*.{suffix}")),
+        "files": sorted(path.name for path in files.glob("*.*") if path.suffix != ".csv"),
         "board": points(files / "board") if is_main else {},
         "not_kept": checkpoint.not_kept,
     }

@@ -42,6 +42,7 @@ _WEIGHTS = "best_weights"
 _ATTRIBUTE = "attributes"
 _OWN = "state"
 _CONTENT = "content"
+_STEPS = "steps"
 _SKIPPED = "%s isn't kept in checkpoints: its state %s\nWhat to do: let get_state return numbers, strings and arrays."
 
 
@@ -211,9 +212,17 @@ def _state_of(callback: Any) -> dict[str, Any]:
         # A killed process would lose what the writers hold from before this checkpoint.
         for writer in callback._writers.values():
             writer.flush()
+    if class_name == "OrbaxCheckpoint":
+        # A killed process would lose what is still being written.
+        callback.checkpointer.wait()
+        state[_STEPS] = _saved_steps(callback)
     if hasattr(callback, "get_state"):
         state[_OWN] = callback.get_state()
     return state
+
+
+def _saved_steps(callback: Any) -> list[int]:
+    return [saved.step for saved in callback.checkpointer.checkpoints]
 
 
 def _set_state_of(callback: Any, state: dict[str, Any], step: int) -> None:
@@ -224,6 +233,10 @@ def _set_state_of(callback: Any, state: dict[str, Any], step: int) -> None:
         callback.set_state(state[_OWN])
     for name, value in state[_ATTRIBUTE].items():
         setattr(callback, name, value)
+    if class_name == "OrbaxCheckpoint":
+        # Orbax refuses a step that it has, and this training is about to save the later ones again.
+        for later in set(_saved_steps(callback)).difference(state[_STEPS]):
+            callback.checkpointer.delete(later)
     if class_name == "TensorBoard" and callback._global_train_batch > 0:
         # The graph is in a file of the training that is resumed, and no step has made one here.
         callback._should_write_train_graph = False
