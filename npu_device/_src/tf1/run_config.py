@@ -17,7 +17,7 @@ from typing import Any
 import tensorflow as tf
 
 from npu_device._src import compat, environment
-from npu_device._src.tf1.config import npu_session_config_init, set_option
+from npu_device._src.tf1.config import add_resources, npu_session_config_init, set_option
 from npu_device._src.tf1.hooks import NPUBroadcastGlobalVariablesHook
 from npu_device._src.training.opening.current_world import world_unless_child
 from npu_device._src.training.opening.device import unless_child
@@ -219,6 +219,9 @@ def npu_run_config_init(run_config: Any = None) -> Any:
 
     Raises:
         NotImplementedError: this TensorFlow has no Estimator.
+        RuntimeError: the job can't be joined, as in ``npu.open``.
+
+    With several ranks every rank makes the call, and the Estimator. It writes to the same folders as ``NPUEstimator``.
 
     Source: Ascend TF Adapter 1.x, ``npu_run_config_init``.
     """
@@ -226,7 +229,14 @@ def npu_run_config_init(run_config: Any = None) -> Any:
     if not isinstance(run_config, _RunConfig):
         with environment.TF_CONFIG.hidden():
             run_config = _RunConfig()
-    return run_config.replace(session_config=npu_session_config_init(run_config.session_config))
+    session_config = npu_session_config_init(run_config.session_config)
+    # Opened after the parameters have become options, which can't change any more then.
+    job = unless_child()
+    add_resources(session_config)
+    config = run_config.replace(session_config=session_config)
+    if job is not None and not compat.has_folder(config):
+        compat.set_folder(config, _folder_of_rank)
+    return config
 
 
 def require_estimator(name: str) -> None:
@@ -261,21 +271,40 @@ def _check(settings: dict[str, Any]) -> None:
 
 
 def _of_this_rank(model_dir: str | None, config: Any) -> tuple[str | None, Any]:
-    """Return the folder in which this rank writes checkpoints, and the configuration with it.
+    """Return the folder in which this rank writes checkpoints, and the configuration with it and the rank's devices."""
+    world = world_unless_child()
+    if world is None or compat.has_folder(config):
+        return model_dir, config
+    session_config = config.session_config
+    if session_config is None:
+        # As TensorFlow's Estimator makes it.
+        session_config = tf.compat.v1.ConfigProto(allow_soft_placement=True)
+    add_resources(session_config)
+    config = config.replace(session_config=session_config)
+    shared = model_dir or config.model_dir
+    if shared is None:
+        return model_dir, config
+    folder = _folder_of_rank(shared)
+    if folder == shared:
+        return model_dir, config
+    return folder, config.replace(model_dir=folder)
+
+
+def _folder_of_rank(shared: str) -> str:
+    """Return the folder in which this rank writes checkpoints, given that of all ranks; they make the call together.
 
     Two ranks can't write to one folder: TensorFlow gives the temporary files of both the same names. The folder of
     rank 0 decides: where this rank's newest checkpoint is another one, for instance after a job with fewer ranks, that
     of rank 0 is copied if this rank sees it, or else this rank begins without any.
     """
-    shared = model_dir or config.model_dir
     world = world_unless_child()
-    if shared is None or world is None:
-        return model_dir, config
+    if world is None:
+        return shared
     newest = tf.train.latest_checkpoint(shared)
     root_step = world.object_from_root(_step_of(newest))
     name = f"rank{world.rank}"
     if world.is_main or os.path.basename(shared) == name:
-        return model_dir, config
+        return shared
     folder = os.path.join(shared, name)
     own_newest = tf.train.latest_checkpoint(folder)
     if newest is None or _step_of(newest) != root_step:
@@ -288,7 +317,7 @@ def _of_this_rank(model_dir: str | None, config: Any) -> tuple[str | None, Any]:
         for path in tf.io.gfile.glob(f"{newest}.*"):
             tf.io.gfile.copy(path, os.path.join(folder, os.path.basename(path)), overwrite=True)
         tf.compat.v1.train.update_checkpoint_state(folder, copied)
-    return folder, config.replace(model_dir=folder)
+    return folder
 
 
 def _index_of(checkpoint: str) -> bytes:
