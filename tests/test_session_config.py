@@ -361,8 +361,8 @@ def test_session_config_of_a_keras_model(tmp_path: Path) -> None:
     assert estimator.evaluate(columns, steps=1)["loss"] == pytest.approx(0.0, abs=1e-6)
 
 
-def body_train(model_dir: str, steps: int) -> tuple[str, float]:
-    """Train from another variable on each rank; return the checkpoint before, and what is left of the variable."""
+def adding(model_dir: str) -> NPUEstimator:
+    """Return an estimator that adds 1 to a variable in each step, which begins with another value on each rank."""
     rank = float(get_rank_id())
 
     def model_fn(features: Any, labels: Any, mode: str) -> Any:
@@ -374,9 +374,16 @@ def body_train(model_dir: str, steps: int) -> tuple[str, float]:
         )
 
     config = NPURunConfig(model_dir=model_dir, save_checkpoints_steps=1)
-    estimator = NPUEstimator(model_fn=model_fn, config=config)
+    return NPUEstimator(model_fn=model_fn, config=config)
+
+
+def body_train(
+    model_dir: str, steps: int | None, max_steps: int | None = None
+) -> tuple[str, float]:
+    """Train; return the checkpoint before, and what is left of the variable."""
+    estimator = adding(model_dir)
     before = Path(estimator.latest_checkpoint() or "none").name
-    estimator.train(pairs, [], steps)
+    estimator.train(pairs, [], steps, max_steps)
     tf.compat.v1.summary.FileWriterCache.clear()
     return before, float(estimator.get_variable_value("w"))
 
@@ -385,13 +392,26 @@ RANKS = f"""
 import os, sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from npu_bridge.npu_init import npu_run_config_init
-import test_session_config
+from test_session_config import adding, body_train, get_rank_id, pairs
 
 before = os.environ["TF_CONFIG"]
 assert not npu_run_config_init().cluster_spec.as_dict()
-print("trained", test_session_config.body_train("MODEL", 10))
+SCRIPT
 assert os.environ["TF_CONFIG"] == before
 """
+
+
+def outputs_of_two_ranks(tmp_path: Path, script: str) -> list[str]:
+    workers = [f"127.0.0.1:{free_port()}" for _ in range(2)]
+    tasks = [
+        {"cluster": {"worker": workers}, "task": {"type": "worker", "index": rank}}
+        for rank in range(2)
+    ]
+    environments = [{"TF_CONFIG": json.dumps(task)} for task in tasks]
+    started = job.start_each(tmp_path, RANKS.replace("SCRIPT", script), environments)
+    results = job.finish(started)
+    assert [ended.code for ended in results] == [0, 0], results
+    return [ended.output for ended in results]
 
 
 @has_estimators
@@ -401,24 +421,38 @@ def test_ranks_begin_with_the_variables_of_rank_0_and_tf_config_starts_no_server
     # A job of one rank has begun, so that only rank 0 finds its checkpoint.
     model = str(tmp_path / "model")
     assert body_train(model, 1) == ("none", 6.0)
-    workers = [f"127.0.0.1:{free_port()}" for _ in range(2)]
-    tasks = [
-        {"cluster": {"worker": workers}, "task": {"type": "worker", "index": rank}}
-        for rank in range(2)
-    ]
-    script = RANKS.replace("MODEL", model)
-    environments = [{"TF_CONFIG": json.dumps(task)} for task in tasks]
-    for ended in job.finish(job.start_each(tmp_path, script, environments)):
-        assert ended.code == 0, ended.output
-        assert "trained ('model.ckpt-1', 16.0)" in ended.output
+    script = f'print("trained", body_train({model!r}, 10))'
+    for output in outputs_of_two_ranks(tmp_path, script):
+        assert "trained ('model.ckpt-1', 16.0)" in output
     for folder in (model, f"{model}/rank1"):
         assert tf.train.load_checkpoint(folder).get_tensor("w") == 16
-    # The files of rank 0 are removed for a new beginning: the other rank's checkpoint is none, either.
+    # The files of rank 0 are removed for a new beginning, so that the other rank's checkpoint doesn't count, either.
     for path in Path(model).glob("*.*"):
         path.unlink()
     Path(model, "checkpoint").unlink()
-    for ended in job.finish(job.start_each(tmp_path, script, environments)):
-        assert "trained ('none', 15.0)" in ended.output, ended.output
+    for output in outputs_of_two_ranks(tmp_path, script):
+        assert ", 15.0)" in output, output
+
+
+APART = """
+rank = get_rank_id()
+first, second = f"DIRECTORY/first/rank{rank}", f"DIRECTORY/second/rank{rank}"
+if rank == 1:
+    print("alone", adding(second).get_variable_value("w"))
+adding(first).train(pairs, max_steps=2)
+print("trained", body_train(first, None, 5), body_train(second, None, 4))
+"""
+
+
+@has_estimators
+def test_ranks_with_folders_of_their_own_follow_rank_0_when_they_train(tmp_path: Path) -> None:
+    # In the first folders only rank 0 has a checkpoint, which has more steps than the training; in the second, rank 1.
+    assert body_train(f"{tmp_path}/first/rank0", 3) == ("none", 8.0)
+    assert body_train(f"{tmp_path}/second/rank1", 9) == ("none", 14.0)
+    first, second = outputs_of_two_ranks(tmp_path, APART.replace("DIRECTORY", str(tmp_path)))
+    assert "trained ('model.ckpt-3', 10.0) ('none', 9.0)" in first
+    assert "alone 14.0" in second
+    assert "trained ('none', 10.0) ('model.ckpt-9', 9.0)" in second
 
 
 @has_estimators

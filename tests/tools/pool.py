@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Callable
 
 import leak_check
-from ranks import LEAN
+from ranks import clean_environment
 
 from npu_device._src.pools.pool import Pool as PlainPool
 
@@ -17,7 +17,8 @@ class Pool(PlainPool):
     """See ``npu_device._src.pools.pool``."""
 
     def __init__(self, size: int, keras: str, **environment: str) -> None:
-        super().__init__(size, keras, **{"PYTHONPATH": LEAN, **environment})
+        path = clean_environment()["PYTHONPATH"]
+        super().__init__(size, keras, **{"PYTHONPATH": path, **environment})
         self._growing: set[str] = set()  # bodies that have left something at their first run
         self._seconds = 0.0  # of CPU time that a rank has spent on bodies
         super().run(leak_check.prepare)

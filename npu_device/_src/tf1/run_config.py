@@ -21,6 +21,7 @@ from npu_device._src.tf1.config import add_resources, npu_session_config_init, s
 from npu_device._src.tf1.hooks import NPUBroadcastGlobalVariablesHook
 from npu_device._src.training.opening.current_world import world_unless_child
 from npu_device._src.training.opening.device import unless_child
+from npu_device._src.world.world import World
 
 _estimator = compat.estimator_module()
 # Without Estimators the classes stand for themselves, so that scripts can still be imported.
@@ -221,7 +222,7 @@ def npu_run_config_init(run_config: Any = None) -> Any:
         NotImplementedError: this TensorFlow has no Estimator.
         RuntimeError: the job can't be joined, as in ``npu.open``.
 
-    With several ranks every rank makes the call, and the Estimator. It writes to the same folders as ``NPUEstimator``.
+    With several ranks, an Estimator with it writes to the same folders as ``NPUEstimator``.
 
     Source: Ascend TF Adapter 1.x, ``npu_run_config_init``.
     """
@@ -291,33 +292,54 @@ def _of_this_rank(model_dir: str | None, config: Any) -> tuple[str | None, Any]:
 
 
 def _folder_of_rank(shared: str) -> str:
-    """Return the folder in which this rank writes checkpoints, given that of all ranks; they make the call together.
+    """Return the folder in which this rank writes checkpoints, given that of all ranks.
 
-    Two ranks can't write to one folder: TensorFlow gives the temporary files of both the same names. The folder of
-    rank 0 decides: where this rank's newest checkpoint is another one, for instance after a job with fewer ranks, that
-    of rank 0 is copied if this rank sees it, or else this rank begins without any.
+    Two ranks can't write to one folder: TensorFlow gives the temporary files of both the same names. No other rank is
+    contacted, as a script may make an estimator on some ranks only, to evaluate or to predict.
     """
     world = world_unless_child()
-    if world is None:
+    if world is None or world.is_main or os.path.basename(shared) == _folder_name(world):
         return shared
-    newest = tf.train.latest_checkpoint(shared)
-    root_step = world.object_from_root(_step_of(newest))
-    name = f"rank{world.rank}"
-    if world.is_main or os.path.basename(shared) == name:
-        return shared
-    folder = os.path.join(shared, name)
-    own_newest = tf.train.latest_checkpoint(folder)
-    if newest is None or _step_of(newest) != root_step:
-        # This rank doesn't see the folder of rank 0, or that one has no checkpoint.
-        if own_newest is not None and _step_of(own_newest) != root_step:
-            tf.io.gfile.remove(os.path.join(folder, "checkpoint"))
-    elif own_newest is None or _index_of(own_newest) != _index_of(newest):
-        tf.io.gfile.makedirs(folder)
-        copied = os.path.join(folder, os.path.basename(newest))
-        for path in tf.io.gfile.glob(f"{newest}.*"):
-            tf.io.gfile.copy(path, os.path.join(folder, os.path.basename(path)), overwrite=True)
-        tf.compat.v1.train.update_checkpoint_state(folder, copied)
+    folder = os.path.join(shared, _folder_name(world))
+    _copy_newest(shared, folder)
     return folder
+
+
+def _folder_name(world: World) -> str:
+    return f"rank{world.rank}"
+
+
+def _copy_newest(shared: str, folder: str) -> None:
+    """Copy the newest checkpoint of rank 0 to the folder of this rank, if there is one and the newest here differs."""
+    newest = tf.train.latest_checkpoint(shared)
+    own_newest = tf.train.latest_checkpoint(folder)
+    if newest is None or (own_newest is not None and _index_of(own_newest) == _index_of(newest)):
+        return
+    tf.io.gfile.makedirs(folder)
+    copied = os.path.join(folder, os.path.basename(newest))
+    for path in tf.io.gfile.glob(f"{newest}.*"):
+        tf.io.gfile.copy(path, os.path.join(folder, os.path.basename(path)), overwrite=True)
+    tf.compat.v1.train.update_checkpoint_state(folder, copied)
+
+
+def _resumed_step(world: World, folder: str) -> int:
+    """Return the step of rank 0's newest checkpoint, -1 without one; every rank calls this when a training begins.
+
+    The folder of rank 0 decides: where this rank's newest checkpoint is another one, for instance after a job with
+    fewer ranks, that of rank 0 is copied if this rank sees it, or else this rank begins without any.
+    """
+    own_step = _step_of(tf.train.latest_checkpoint(folder))
+    root_step: int = world.object_from_root(own_step)
+    shared, name = os.path.split(folder)
+    follows = name == _folder_name(world) and not world.is_main
+    if follows and _step_of(tf.train.latest_checkpoint(shared)) == root_step:
+        _copy_newest(shared, folder)
+        own_step = _step_of(tf.train.latest_checkpoint(folder))
+    if own_step not in (-1, root_step):
+        tf.io.gfile.remove(os.path.join(folder, "checkpoint"))
+    # Rank 0 writes its checkpoint anew when it begins, and the others may still copy it.
+    world.wait()
+    return root_step
 
 
 def _index_of(checkpoint: str) -> bytes:
@@ -348,8 +370,8 @@ class NPUEstimator(_Estimator):
         ValueError: ``config`` is something else.
         NotImplementedError: this TensorFlow has no Estimator.
 
-    All ranks train for the same number of steps. Rank 0 has its checkpoints in ``model_dir``, rank 1 in its folder
-    ``rank1``, and so on.
+    All ranks train for the same number of steps, from the newest checkpoint of rank 0. Rank 0 has its checkpoints in
+    ``model_dir``, rank 1 in its folder ``rank1``, and so on. Only ``train`` contacts the other ranks.
 
     Source: Ascend TF Adapter 1.x, ``npu_estimator.NPUEstimator``.
     """
@@ -386,9 +408,15 @@ class NPUEstimator(_Estimator):
         saving_listeners: Sequence | None = None,
     ) -> Any:
         hooks = list(hooks or ())
-        if unless_child() is not None and not self.config.horovod_mode:
-            # The hook comes first, so that the other hooks find the variables of the root.
-            hooks.insert(0, NPUBroadcastGlobalVariablesHook(0))
+        world = world_unless_child()
+        if world is not None:
+            step = _resumed_step(world, self.model_dir)
+            # A rank without the checkpoint would train alone where rank 0 finds nothing left to do.
+            if steps is None and 0 < (max_steps or 0) <= step:
+                return self
+            if not self.config.horovod_mode:
+                # The hook comes first, so that the other hooks find the variables of the root.
+                hooks.insert(0, NPUBroadcastGlobalVariablesHook(0))
         return super().train(input_fn, hooks, steps, max_steps, saving_listeners)
 
 
