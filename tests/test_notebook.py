@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import job
 import pytest
 from caught_messages import error_of
 from pool import Pool
@@ -105,6 +106,24 @@ def wait():
     time.sleep(1000)
 
 npu.run(wait)
+"""
+FORKING = """
+import multiprocessing, os, sys, time
+import npu_device as npu
+
+os.environ.update(NPU_DEVICE_STALL_WARNING="7", TF_CPP_MIN_LOG_LEVEL="1")
+
+def levels():
+    return os.environ["NPU_DEVICE_STALL_WARNING"], os.environ["TF_CPP_MIN_LOG_LEVEL"]
+
+npu.run(levels, ranks=1)
+child = os.fork()
+if child == 0:
+    sys.exit()
+os.waitpid(child, 0)
+print(npu.run(levels, ranks=1))
+# At exit, multiprocessing ends this child later than the package ends its processes.
+multiprocessing.get_context("fork").Process(target=time.sleep, args=[1000], daemon=True).start()
 """
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
 
@@ -204,8 +223,14 @@ def test_cells_run_on_ranks(kernel: Kernel, tmp_path: Path) -> None:
     assert not Path("/proc", (tmp_path / "begun").read_text()).exists()
     assert "[(True, 36.0, False), (True, 36.0, False)]" in kernel.run("show(3.0)")[0]
     # No call has left files.
-    left = "from npu_device._src.pools import forked; print(os.listdir(forked._directory().name))"
+    left = "from npu_device._src.pools import forked; print(os.listdir(forked._directory()))"
     assert kernel.run(left)[0] == "[]\n"
+
+
+@pytest.mark.slow
+def test_a_script_with_forked_children_ends_and_keeps_its_settings(tmp_path: Path) -> None:
+    [output] = job.outputs(tmp_path, 1, FORKING, timeout=60)
+    assert "[('7', '1')]\n" in output
 
 
 def body_inside_a_job() -> Any:

@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import textwrap
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from pool import Pool
 from ranks import free_port
 
 from npu_device._src import compat
+from npu_device._src.collectives.resources import LEAST_INTER_OP_THREADS
 from npu_device._src.options import global_options, option_group
 from npu_device._src.tf1 import config as tf1, run_config
 from npu_device._src.tf1.config import RewriterConfig, SessionConfigBuilder, npu_config_proto
@@ -457,6 +460,80 @@ def test_run_config_of_tensorflow_gets_the_session_configuration() -> None:
     config = npu_run_config_init(tf.compat.v1.estimator.RunConfig(save_summary_steps=7))
     assert config.save_summary_steps == 7
     assert list(optimizers_of(config.session_config)) == ["NpuOptimizer"]
+
+
+def body_plain_estimator(
+    in_config: dict[str, str], in_estimator: dict[str, str]
+) -> tuple[str, list[int]]:
+    """Train; return the folder, and the threads of the sessions of this estimator and of an ``NPUEstimator``."""
+    config = tf.compat.v1.estimator.RunConfig(save_checkpoints_steps=1, **in_config)
+    estimator = tf.compat.v1.estimator.Estimator(
+        line, config=npu_run_config_init(config), params={"rate": 0.2}, **in_estimator
+    )
+    estimator.train(pairs, steps=2)
+    tf.compat.v1.summary.FileWriterCache.clear()
+    estimators = [estimator, NPUEstimator(line, config=NPURunConfig())]
+    configs = [estimator.config.session_config for estimator in estimators]
+    return estimator.model_dir, [config.inter_op_parallelism_threads for config in configs]
+
+
+@has_estimators
+@pytest.mark.parametrize("given", ["config", "estimator", "config and estimator"])
+def test_a_plain_estimator_writes_to_the_folder_of_its_rank(
+    two_ranks: Pool, tmp_path: Path, given: str
+) -> None:
+    arguments: list[dict[str, str]] = [{}, {}]
+    for position, name in enumerate(("config", "estimator")):
+        if name in given:
+            arguments[position]["model_dir"] = str(tmp_path)
+    found = two_ranks.run(body_plain_estimator, *arguments)
+    assert [folder for folder, _ in found] == [str(tmp_path), f"{tmp_path}/rank1"]
+    assert all(min(threads) >= LEAST_INTER_OP_THREADS for _, threads in found)
+    for folder in (tmp_path, tmp_path / "rank1"):
+        assert tf.train.latest_checkpoint(str(folder)) == str(folder / "model.ckpt-2")
+        assert len(list(folder.glob("events*"))) == 1
+
+
+def body_threads(**given: int) -> tuple[Any, Any]:
+    """Return the threads of the configuration of a session, and those that were chosen for the rank."""
+    configs = [
+        npu_config_proto(tf.compat.v1.ConfigProto(**given)),
+        SessionConfigBuilder(tf.compat.v1.ConfigProto(**given)).session_config,
+    ]
+    of_configs = [
+        (config.intra_op_parallelism_threads, config.inter_op_parallelism_threads)
+        for config in configs
+    ]
+    threading = tf.config.threading
+    chosen = (
+        threading.get_intra_op_parallelism_threads(),
+        threading.get_inter_op_parallelism_threads(),
+    )
+    return of_configs, chosen
+
+
+def test_sessions_get_what_was_chosen_for_the_rank_unless_the_script_sets_it(
+    two_ranks: Pool,
+) -> None:
+    for of_configs, chosen in two_ranks.run(body_threads):
+        assert chosen[1] >= LEAST_INTER_OP_THREADS and of_configs == [chosen] * 2
+    given = partial(body_threads, intra_op_parallelism_threads=7)
+    for of_configs, chosen in two_ranks.run(given):
+        assert of_configs == [(7, chosen[1])] * 2
+
+
+# The session would make devices before the job is open.
+UNOPENED = """
+from npu_bridge.estimator.npu.npu_config import decorator_tf_session
+make_session = decorator_tf_session(lambda config=None: config)
+print("threads:", make_session().inter_op_parallelism_threads)
+"""
+
+
+def test_a_session_that_gets_its_configuration_opens_the_job(tmp_path: Path) -> None:
+    for output in job.outputs(tmp_path, 2, UNOPENED):
+        [threads] = re.findall(r"threads: (\d+)", output)
+        assert int(threads) >= LEAST_INTER_OP_THREADS
 
 
 def test_strategy_places_variables_and_runs() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import job
@@ -59,6 +60,9 @@ with tf.train.MonitoredTrainingSession(checkpoint_dir=directory, hooks=hooks) as
 print("RESULT", begun, len(losses), losses[-1] < losses[0] / 2, learnt.ravel().tolist(), learnt_rows.ravel().tolist())
 """
 )
+
+PLAIN = "tf.train.AdamOptimizer(0.05)"
+SHARDED = TRAINING.replace(PLAIN, f"{PLAIN}, is_weight_update_sharding=True")
 
 # The job is joined inside a graph that isn't the default one, as in the model_fn of an Estimator.
 OWN_GRAPH = """
@@ -201,6 +205,16 @@ def test_a_session_trains_and_goes_on_from_the_checkpoint_of_rank_0(tmp_path: Pa
         }
         found.append(result.split()[1:4])
     assert found[0] == ["0", "20", "True"] and found[1][:2] == ["20", "10"]
+
+
+@pytest.mark.slow
+def test_reference_variables_are_trained_by_shares_within_a_loss_scale(tmp_path: Path) -> None:
+    variables = {"LAST_STEP": "20", "CHECKPOINTS": str(tmp_path / "checkpoints")}
+    results = []
+    for output in job.outputs(tmp_path, 2, SHARDED, **variables):
+        assert "Likely" not in output
+        results += re.findall("RESULT 0 20 True .*", output)
+    assert len(results) == 2 and results[0] == results[1]
 
 
 def test_a_job_is_joined_inside_a_graph(tmp_path: Path) -> None:

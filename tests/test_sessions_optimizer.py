@@ -45,8 +45,8 @@ def train(kind: str) -> dict[str, Any]:
         if kind == "NPUOptimizer":
             manager = ExponentialUpdateLossScaleManager(8.0, 2)
             return optimizers.NPUOptimizer(opt, manager, is_distributed=True, is_loss_scale=True)
-        opt = NPUDistributedOptimizer(opt, is_weight_update_sharding=kind == "sharded")
-        if kind == "loss scale":
+        opt = NPUDistributedOptimizer(opt, is_weight_update_sharding="sharded" in kind)
+        if "loss scale" in kind:
             return NPULossScaleOptimizer(
                 opt, optimizers.FixedLossScaleManager(1024.0), is_distributed=size > 1
             )
@@ -80,7 +80,15 @@ def train(kind: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "kind", ["NPUDistributedOptimizer", "sharded", "loss scale", "NPUOptimizer", "by hand"]
+    "kind",
+    [
+        "NPUDistributedOptimizer",
+        "sharded",
+        "loss scale",
+        "sharded in loss scale",
+        "NPUOptimizer",
+        "by hand",
+    ],
 )
 def test_ranks_train_as_one(two_ranks: Pool, single: Pool, kind: str) -> None:
     [alone] = single.run(train, kind)
@@ -223,6 +231,23 @@ def hooks() -> Any:
 def test_hooks_and_resources(ranks: Pool) -> None:
     for rank, found in enumerate(ranks.run(hooks)):
         assert found == ([5.0, 0.0], (rank, ranks.size), (rank, ranks.size))
+
+
+def strings() -> Any:
+    v1, rank = tf.compat.v1, npu.distribute.rank()
+    with tf.Graph().as_default():
+        own = tf.constant([b"of rank %d" % rank, b"\0\xff" * (rank + 1)])
+        words = v1.get_variable("words", initializer=own, trainable=False)
+        number = v1.get_variable("number", initializer=float(rank))
+        hook = all_hooks.NPUBroadcastGlobalVariablesHook(npu.distribute.size() - 1)
+        with v1.train.MonitoredTrainingSession(hooks=[hook]) as session:
+            return session.run(words).tolist(), float(session.run(number))
+
+
+def test_the_hook_sends_strings(ranks: Pool) -> None:
+    last = ranks.size - 1
+    expected = [b"of rank %d" % last, b"\0\xff" * ranks.size], float(last)
+    assert ranks.run(strings) == [expected] * ranks.size
 
 
 def hooks_that_report() -> Any:

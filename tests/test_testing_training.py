@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -126,7 +127,11 @@ def other_data_each_time() -> tf.data.Dataset:
 
 
 def make_callbacks() -> list[Any]:
-    return [tf.keras.callbacks.EarlyStopping("loss", patience=0, min_delta=0.2)]
+    folder = tempfile.mkdtemp()  # another one in each process
+    return [
+        tf.keras.callbacks.EarlyStopping("loss", patience=0, min_delta=0.2),
+        tf.keras.callbacks.ModelCheckpoint(f"{folder}/model.weights.h5", save_weights_only=True),
+    ]
 
 
 def test_a_training_on_ranks_is_that_of_one_process() -> None:

@@ -13,6 +13,7 @@ import npu_device as npu
 from hccl.split.api import set_split_strategy_by_size
 from npu_device._src.collectives.job import current
 from npu_device._src.gradients import split_strategy
+from npu_device._src.tf1.config import npu_config_proto
 from npu_device._src.trace import trace
 from npu_device._src.trace.records import Settings
 from npu_device.distribute import hccl_ops
@@ -30,7 +31,14 @@ def devices() -> dict[str, Any]:
     with npu.open().scope():
         scoped = tf.reduce_sum(tf.random.uniform([4, 4])).device
     reduced = npu.distribute.all_reduce(tf.random.uniform([4]), "sum")
+    gpus = tf.config.list_physical_devices("GPU")
+    config = npu_config_proto(tf.compat.v1.ConfigProto())
+    # TensorFlow refuses a session that sees other GPUs.
+    with tf.Graph().as_default(), tf.compat.v1.Session(config=config) as session:
+        session.run(tf.random.uniform([4]))
     return {
+        "numbers": [str(gpus.index(gpu)) for gpu in tf.config.get_visible_devices("GPU")],
+        "in sessions": config.gpu_options.visible_device_list,
         "visible": len(tf.config.get_visible_devices("GPU")),
         "logical": len(tf.config.list_logical_devices("GPU")),
         "unit": hosts.devices[rank].unit,

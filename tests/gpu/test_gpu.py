@@ -26,6 +26,7 @@ def test_each_rank_has_its_device(way: Way) -> None:
         assert ("GPU" if way.on_gpu else "CPU") in one["scope"]
         assert one["visible"] == one["logical"] == (1 if way.on_gpu else 0)
         assert one["names"] == found[0]["names"]
+        assert one["in sessions"] == ",".join(one["numbers"])
     if not way.on_gpu:
         assert found[0]["no nccl"] == "no rank has a GPU"
     elif way.name == NCCL:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -160,6 +160,47 @@ def is_trackable(candidate: Any) -> bool:
 def warm_start_of(estimator: Any) -> Any:
     """Return the settings with which an Estimator of a Keras model starts from its weights. Can go with 2.15."""
     return estimator._warm_start_settings
+
+
+class _Folder(str):
+    """A folder that TensorFlow takes for equal to one around it, when it compares what an Estimator is given."""
+
+    def __ne__(self, folder: object) -> bool:
+        return not self.startswith(str(folder))
+
+
+class _WithFolder:
+    """Base of a ``RunConfig`` whose folder a function chooses."""
+
+    _choose: Callable[[str], str]
+    _folder: str | None
+
+    # The attribute to which TensorFlow assigns the folder that an Estimator is given, on a copy.
+    @property
+    def _model_dir(self) -> str | None:
+        return self._folder
+
+    @_model_dir.setter
+    def _model_dir(self, folder: str | None) -> None:
+        self._folder = folder
+        if folder is not None:
+            self._folder = _Folder(self._choose(folder))
+
+
+def set_folder(config: Any, choose: Callable[[str], str]) -> None:
+    """Let an Estimator with a ``RunConfig`` write to the folder that a function returns for its own. Can go with 2.15.
+
+    The function is a plain one, since TensorFlow copies the configuration with all that it refers to.
+    """
+    folder = vars(config).pop("_model_dir")
+    config._choose = choose
+    config.__class__ = type("RunConfig", (_WithFolder, type(config)), {})
+    config._model_dir = folder
+
+
+def has_folder(config: Any) -> bool:
+    """Return True for a ``RunConfig`` that ``set_folder`` has changed. Can go with 2.15."""
+    return isinstance(config, _WithFolder)
 
 
 def lines_of_stack(frame: Any) -> Iterator[tuple[str, int, str]]:

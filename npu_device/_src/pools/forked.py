@@ -11,6 +11,7 @@ import functools
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -38,10 +39,10 @@ _running: dict[int, ForkedProcess] = {}  # processes by their numbers, until the
 
 
 @functools.cache
-def _directory() -> tempfile.TemporaryDirectory[str]:
+def _directory() -> str:
     """Return the folder of outputs and exit codes, made when first needed: ranks import this file, too."""
-    directory = tempfile.TemporaryDirectory(prefix="npu_forked_")
-    # Called before the folder is removed, because it is registered after that.
+    # Not a ``TemporaryDirectory``, which a forked child would remove when it ends.
+    directory = tempfile.mkdtemp(prefix="npu_forked_")
     atexit.register(close)
     return directory
 
@@ -59,7 +60,7 @@ class ForkedProcess:
         process_id = next(_numbers)
         # Threads that begin together would each make one.
         with _start_lock:
-            folder = _directory().name
+            folder = _directory()
         self._output = Path(folder) / f"{process_id}.log"
         self._status = Path(folder) / f"{process_id}.status"
         self.name = " ".join(arguments)
@@ -223,5 +224,20 @@ def close() -> None:
         # The server ends when its input ends, and its ranks with it.
         server.communicate()
     _servers.clear()
-    _directory().cleanup()
+    shutil.rmtree(_directory(), ignore_errors=True)
     _directory.cache_clear()
+
+
+def _leave_to_parent() -> None:
+    """Leave servers and folder to the parent of this forked child: a server ends when nobody holds its input."""
+    atexit.unregister(close)
+    _directory.cache_clear()
+    for server in _servers.values():
+        for pipe in (server.stdin, server.stdout):
+            if pipe is not None and not pipe.closed:
+                # Closing the pipe takes a lock, which another thread may have held during the fork.
+                with open(os.devnull, "r+b") as empty:
+                    os.dup2(empty.fileno(), pipe.fileno(), inheritable=False)
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

@@ -59,11 +59,12 @@ class Pool:
         self._directory = tempfile.TemporaryDirectory(prefix="npu_pool_")
         directory = Path(self._directory.name)
         address = str(directory / "socket")
-        common = {
+        common = {  # unless the user has set them
             "TF_CPP_MIN_LOG_LEVEL": "2",
             # On a busy machine, a rank may train alone for a while before the others come.
             "NPU_DEVICE_STALL_WARNING": "100",
         }
+        common.update(self._inherited())
         if keras is not None:
             common["TF_USE_LEGACY_KERAS"] = str(int(keras == "2"))
         self._pids: list[int] = []
@@ -78,9 +79,7 @@ class Pool:
                 Listener(name, family="AF_UNIX", backlog=size) as listener,
             ):
                 arguments = [_WORKER, address, str(directory / "stacks"), f"{self.ends_as_scripts}"]
-                self._processes = self._start(
-                    arguments, {**self._inherited(), **common, **environment}
-                )
+                self._processes = self._start(arguments, {**common, **environment})
                 self._accept(listener)
         except BaseException:
             self.close()

@@ -232,8 +232,8 @@ def _train(
     training.decisions["number of epochs"] = len(training.logs)
     for callback in callbacks:
         for name, setting in vars(callback).items():
-            # Settings of a callback that are numbers or texts are what it has decided.
-            if not name.startswith("_") and isinstance(setting, (bool, int, float, str)):
+            # Settings of a callback that are numbers are what it has decided. A text may be the folder of a rank.
+            if not name.startswith("_") and isinstance(setting, (bool, int, float)):
                 training.decisions[f"{type(callback).__name__}.{name}"] = setting
     same_on_all_ranks(training.weights)
     return training

@@ -13,7 +13,9 @@ from typing import Any
 import tensorflow as tf
 
 from npu_device._src import compat
+from npu_device._src.collectives import job
 from npu_device._src.options import global_options
+from npu_device._src.training.opening import device
 
 RewriterConfig = compat.rewriter_config_pb2.RewriterConfig
 
@@ -45,7 +47,8 @@ def npu_session_config_init(session_config: Any = None) -> Any:
 
     Args:
         session_config: a ``tf.compat.v1.ConfigProto``, which is changed; anything else counts as a new one. Parameters
-            of the optimizer that have an effect here take it from now on.
+            of the optimizer that have an effect here take it from now on. If the job is open, settings that it leaves
+            out are the GPU and the threads of this rank.
 
     Raises:
         ValueError, TypeError: a parameter that is read has a value that ``npu.global_options()`` refuses.
@@ -60,6 +63,7 @@ def npu_session_config_init(session_config: Any = None) -> Any:
     if _optimizer_of(session_config) is None:
         rewrites.custom_optimizers.add().name = _NAME
     copy_parameters(session_config)
+    add_resources(session_config)
     return session_config
 
 
@@ -131,6 +135,7 @@ class SessionConfigBuilder:
     def session_config(self) -> Any:
         """Return the configuration, and apply the parameters set so far."""
         copy_parameters(self._config)
+        add_resources(self._config)
         return self._config
 
 
@@ -150,10 +155,37 @@ def decorator_tf_session(make_session: Callable) -> Callable:
     def with_npu_config(*args: Any, **keywords: Any) -> Any:
         bound = signature.bind(*args, **keywords)
         # The script may have passed ``config`` by position.
-        bound.arguments["config"] = npu_config_proto(bound.arguments.get("config"))
+        bound.arguments["config"] = config_of_session(bound.arguments.get("config"))
         return make_session(*bound.args, **bound.kwargs)
 
     return with_npu_config
+
+
+def config_of_session(config: Any = None) -> Any:
+    """Return ``npu_config_proto(config)`` for a session that is made now, and would take all GPUs without a job."""
+    config = npu_config_proto(config)
+    # Opened after the parameters have become options, which can't change any more then.
+    device.unless_child()
+    add_resources(config)
+    return config
+
+
+def add_resources(config: Any) -> None:
+    """Set what a configuration leaves out to the GPU and the threads of this rank, if its job is open. TensorFlow
+    itself gives them only to sessions without a configuration.
+    """
+    if job.current() is None:
+        return
+    chosen = compat.eager_context().config
+    for section, chosen_section, name in (
+        (config, chosen, "intra_op_parallelism_threads"),
+        (config, chosen, "inter_op_parallelism_threads"),
+        (config.experimental, chosen.experimental, "disable_thread_spinning"),
+        (config.gpu_options, chosen.gpu_options, "visible_device_list"),
+        (config.gpu_options, chosen.gpu_options, "allow_growth"),
+    ):
+        if not getattr(section, name):
+            setattr(section, name, getattr(chosen_section, name))
 
 
 def copy_parameters(config: Any) -> None:
@@ -203,11 +235,14 @@ def set_keras_session_npu_config(config: Any = None) -> Any:
     Args:
         config: a ``tf.compat.v1.ConfigProto``, which is changed; anything else counts as a new one.
 
+    Raises:
+        RuntimeError: the job can't be joined, as in ``npu.open``.
+
     Source: Ascend TF Adapter 1.x, ``set_keras_session_npu_config``.
     """
     # A session needs a graph, also in eager mode.
     with tf.compat.v1.get_default_graph().as_default():
-        session = tf.compat.v1.Session(config=npu_config_proto(config))
+        session = tf.compat.v1.Session(config=config_of_session(config))
     backend.set_session(session)
     return session
 
@@ -217,6 +252,9 @@ def npu_clear_session(config: Any = None) -> None:
 
     Args:
         config: a ``ConfigProto`` or None.
+
+    Raises:
+        RuntimeError: the job can't be joined, as in ``npu.open``.
 
     Source: Ascend TF Adapter 1.x, ``npu_clear_session``.
     """

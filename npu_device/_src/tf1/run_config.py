@@ -17,9 +17,10 @@ from typing import Any
 import tensorflow as tf
 
 from npu_device._src import compat, environment
-from npu_device._src.tf1.config import npu_session_config_init, set_option
+from npu_device._src.tf1.config import add_resources, npu_session_config_init, set_option
 from npu_device._src.tf1.hooks import NPUBroadcastGlobalVariablesHook
 from npu_device._src.training.opening.current_world import world_unless_child
+from npu_device._src.training.opening.device import unless_child
 from npu_device._src.world.world import World
 
 _estimator = compat.estimator_module()
@@ -219,6 +220,9 @@ def npu_run_config_init(run_config: Any = None) -> Any:
 
     Raises:
         NotImplementedError: this TensorFlow has no Estimator.
+        RuntimeError: the job can't be joined, as in ``npu.open``.
+
+    With several ranks, an Estimator with it writes to the same folders as ``NPUEstimator``.
 
     Source: Ascend TF Adapter 1.x, ``npu_run_config_init``.
     """
@@ -226,7 +230,14 @@ def npu_run_config_init(run_config: Any = None) -> Any:
     if not isinstance(run_config, _RunConfig):
         with environment.TF_CONFIG.hidden():
             run_config = _RunConfig()
-    return run_config.replace(session_config=npu_session_config_init(run_config.session_config))
+    session_config = npu_session_config_init(run_config.session_config)
+    # Opened after the parameters have become options, which can't change any more then.
+    job = unless_child()
+    add_resources(session_config)
+    config = run_config.replace(session_config=session_config)
+    if job is not None and not compat.has_folder(config):
+        compat.set_folder(config, _folder_of_rank)
+    return config
 
 
 def require_estimator(name: str) -> None:
@@ -261,21 +272,37 @@ def _check(settings: dict[str, Any]) -> None:
 
 
 def _of_this_rank(model_dir: str | None, config: Any) -> tuple[str | None, Any]:
-    """Return the folder in which this rank writes checkpoints, and the configuration with it.
+    """Return the folder in which this rank writes checkpoints, and the configuration with it and the rank's devices."""
+    world = world_unless_child()
+    if world is None or compat.has_folder(config):
+        return model_dir, config
+    session_config = config.session_config
+    if session_config is None:
+        # As TensorFlow's Estimator makes it.
+        session_config = tf.compat.v1.ConfigProto(allow_soft_placement=True)
+    add_resources(session_config)
+    config = config.replace(session_config=session_config)
+    shared = model_dir or config.model_dir
+    if shared is None:
+        return model_dir, config
+    folder = _folder_of_rank(shared)
+    if folder == shared:
+        return model_dir, config
+    return folder, config.replace(model_dir=folder)
+
+
+def _folder_of_rank(shared: str) -> str:
+    """Return the folder in which this rank writes checkpoints, given that of all ranks.
 
     Two ranks can't write to one folder: TensorFlow gives the temporary files of both the same names. No other rank is
     contacted, as a script may make an estimator on some ranks only, to evaluate or to predict.
     """
-    shared = model_dir or config.model_dir
     world = world_unless_child()
-    if shared is None or world is None or world.is_main:
-        return model_dir, config
-    name = _folder_name(world)
-    if os.path.basename(shared) == name:
-        return model_dir, config
-    folder = os.path.join(shared, name)
+    if world is None or world.is_main or os.path.basename(shared) == _folder_name(world):
+        return shared
+    folder = os.path.join(shared, _folder_name(world))
     _copy_newest(shared, folder)
-    return folder, config.replace(model_dir=folder)
+    return folder
 
 
 def _folder_name(world: World) -> str:

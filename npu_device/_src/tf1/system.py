@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from npu_device._src.tf1.config import npu_config_proto
+from npu_device._src.tf1.config import config_of_session
 from npu_device._src.training.distribute import groups
 from npu_device._src.training.opening import device
 from npu_device._src.training.watching.session_ends import compare_at_end
@@ -82,7 +82,7 @@ def init_resource(config: Any = None) -> tuple[Any, Any]:
     """
     # The block leaves eager mode.
     with tf.compat.v1.get_default_graph().as_default():
-        session = tf.compat.v1.Session(config=npu_config_proto(config))
+        session = tf.compat.v1.Session(config=config_of_session(config))
         session.run(initialize_system())
         return session, shutdown_system()
 

@@ -109,7 +109,8 @@ def spread_from_owners(world: World, variables: Sequence, owners: Sequence[int])
         if owner == world.rank:
             tensors.append(value_of(variable))
         else:
-            tensors.append(tf.TensorSpec(variable.shape, variable.dtype))
+            # The dtype of a reference variable of TensorFlow 1 isn't that of its value.
+            tensors.append(tf.TensorSpec(variable.shape, tf.as_dtype(variable.dtype).base_dtype))
     sent = broadcast_from_owners(world.job, tensors, owners, world.group)
     assignments = []
     for variable, tensor, owner in zip(variables, sent, owners):
