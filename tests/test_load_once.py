@@ -300,7 +300,7 @@ def test_hosts_are_compared(pool_with: Callable[..., Pool]) -> None:
         assert len(lines) == 2 and "same" not in problem.replace("the same files", "")
         assert "the result['x'] is int64 of shape (2, 2), checksum " in lines[0]
         assert "(2, 3), checksum " in lines[1] and "What to do: seed generators" in problem
-        assert problem.count("checksum") == 20 and lines[1].endswith("; 11 more")
+        assert problem.count("checksum") == 20 and lines[1].endswith(" and 11 more")
 
 
 _ON_HOSTS = """

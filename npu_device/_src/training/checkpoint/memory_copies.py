@@ -157,7 +157,7 @@ class Copier:
         """
         # The ranks of a host are next to each other.
         sizes = np.asarray(gather(self._world, size))
-        by_host = sizes.reshape(self._hosts, -1).sum(axis=1)
+        by_host = sizes.reshape(self._hosts, -1).sum(axis=1).tolist()
         held = amount(by_host[self._host])
         needed = (SLOTS + 1) * by_host[self._host]
         text = f"{SLOTS} x {held} on this host"
