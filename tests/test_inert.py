@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import job
@@ -88,14 +89,12 @@ for call in (lambda: npu.distribute.all_reduce(1.0), npu.open, npu.close, npu.op
 """
 
 
-def test_a_process_alone_names_misspelled_variables_once(tmp_path: Path) -> None:
-    [output] = job.outputs(tmp_path, 1, ALONE, NPU_DEVICE_AUDT="off")
-    assert output.count("NPU_DEVICE_AUDT: did you mean NPU_DEVICE_AUDIT?") == 1
-
-
-def test_a_malformed_variable_is_an_error_of_a_process_alone(tmp_path: Path) -> None:
-    [output] = job.outputs(tmp_path, 1, ALONE, NPU_DEVICE_STALL_TIMEOUT="soon")
-    assert output.count("EI0001: the environment variable NPU_DEVICE_STALL_TIMEOUT is 'soon'") == 3
+def test_a_process_alone_names_misspelled_and_malformed_variables() -> None:
+    variables = [{"NPU_DEVICE_AUDT": "off"}, {"NPU_DEVICE_STALL_TIMEOUT": "soon"}]
+    misspelled, malformed = job.run_anew([[sys.executable, "-c", ALONE]] * 2, variables)
+    assert misspelled.output.count("NPU_DEVICE_AUDT: did you mean NPU_DEVICE_AUDIT?") == 1
+    message = "EI0001: the environment variable NPU_DEVICE_STALL_TIMEOUT is 'soon'"
+    assert malformed.output.count(message) == 3
 
 
 def test_the_level_of_the_logger(tmp_path: Path) -> None:
