@@ -98,68 +98,56 @@ def _batch_to_use(context: StepContext, batch: Any) -> Any:
     if not context.batches_from_root:
         context.checksum.add(batch)
         return batch
-    leaves = tf.nest.flatten(batch)
-    # Plain tensors travel in one call, since their sizes are known; for the rest, each size has to be sent first.
-    plain = [leaf for leaf in leaves if _is_sent_as_it_is(leaf)]
-    arrived = iter(_from_root(context.world, plain))
-    broadcast = functools.partial(_broadcast_as_bytes, context.world)
-    leaves_of_root = []
-    for leaf in leaves:
-        if _is_sent_as_it_is(leaf):
-            leaves_of_root.append(next(arrived))
-        else:
-            leaves_of_root.append(tf.nest.map_structure(broadcast, leaf, expand_composites=True))
-    return tf.nest.pack_sequence_as(batch, leaves_of_root)
+    # Parts of sparse and ragged tensors are sent like others.
+    leaves = tf.nest.flatten(batch, expand_composites=True)
+    tensors = [leaf for leaf in leaves if leaf is not None]
+    arrived = iter(_from_root(context.world, tensors))
+    for position, leaf in enumerate(leaves):
+        if leaf is not None:
+            leaves[position] = next(arrived)
+    return tf.nest.pack_sequence_as(batch, leaves, expand_composites=True)
 
 
 def _from_root(world: World, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Return rank 0's tensors, whose rows are counted first: a smaller batch may come at another step on each rank."""
-    varying = list(filter(_may_vary, tensors))
-    if not varying:
-        return world.from_root(tensors)
-    own_counts = tf.stack([tf.shape(tensor)[0] for tensor in varying])
-    [counts] = world.from_root([own_counts])
-    if world.is_main:
-        return world.from_root(tensors)
-    remaining = iter(tf.unstack(counts, num=len(varying)))
-    of_root_size = []
-    for tensor in tensors:
-        resized = tensor
-        if _may_vary(tensor):
-            resized = tf.zeros([next(remaining), *tensor.shape[1:]], tensor.dtype)
-        of_root_size.append(resized)
-    return world.from_root(of_root_size)
-
-
-def _may_vary(tensor: tf.Tensor) -> bool:
-    """Return whether the number of rows may differ among batches: the same on all ranks."""
-    # An eager tensor knows only the rows of its own batch.
-    return bool(tensor.shape.rank) and (tf.executing_eagerly() or tensor.shape[0] is None)
-
-
-def _is_sent_as_it_is(leaf: Any) -> bool:
-    if not isinstance(leaf, tf.Tensor) or leaf.dtype == tf.string:
-        return False
-    return leaf.shape[1:].is_fully_defined()
-
-
-def _broadcast_as_bytes(world: World, tensor: Any) -> Any:
-    """Return rank 0's tensor: strings, or parts of sparse and ragged ones, whose sizes the other ranks don't know."""
-    if tensor is None:
-        return None
-    serialized = tf.io.serialize_tensor(tensor)
-    encoded = tf.io.decode_raw(serialized, tf.uint8)
-    own_length = tf.size(encoded, tf.int64)
-    [length] = world.from_root([own_length])
+    """Return rank 0's tensors, whose sizes are sent first: a smaller batch may come at another step on each rank."""
+    sent = list(map(_encoded, tensors))
+    own_sizes = tf.concat([tf.shape(tensor) for tensor in sent], axis=0)
+    [sizes] = world.from_root([own_sizes])
     if not world.is_main:
-        encoded = tf.zeros([length], tf.uint8)
-    [sent] = world.from_root([encoded])
+        sizes_of_tensors = tf.split(sizes, [tensor.shape.rank for tensor in sent])
+        for position, size in enumerate(sizes_of_tensors):
+            tensor = sent[position]
+            sent[position] = _shaped_like(tensor, tf.zeros(size, tensor.dtype))
+    return list(map(_decoded, tensors, world.from_root(sent)))
+
+
+def _is_sent_as_it_is(tensor: tf.Tensor) -> bool:
+    return tensor.dtype != tf.string and tensor.shape.rank is not None
+
+
+def _encoded(tensor: tf.Tensor) -> tf.Tensor:
+    if _is_sent_as_it_is(tensor):
+        return tensor
+    return tf.io.decode_raw(tf.io.serialize_tensor(tensor), tf.uint8)
+
+
+def _decoded(own: tf.Tensor, encoded: tf.Tensor) -> tf.Tensor:
+    """Return what was sent in place of an own tensor."""
+    if _is_sent_as_it_is(own):
+        return encoded
     # No operation makes a string of numbers, so that each byte is looked up.
     characters = tf.constant([bytes([code]) for code in range(256)])
-    codes = tf.cast(sent, tf.int32)
+    codes = tf.cast(encoded, tf.int32)
     text = tf.strings.reduce_join(tf.gather(characters, codes))
-    parsed = tf.io.parse_tensor(text, tensor.dtype)
-    return tf.ensure_shape(parsed, tensor.shape)
+    return _shaped_like(own, tf.io.parse_tensor(text, own.dtype))
+
+
+def _shaped_like(own: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
+    """Tell a graph the shape of a tensor that stands for an own one."""
+    # An eager tensor has the shape of its own batch, and rank 0's may have another one.
+    if not tf.executing_eagerly():
+        tensor.set_shape(own.shape)
+    return tensor
 
 
 # The share of this rank, and the step on it
