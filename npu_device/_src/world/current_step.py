@@ -9,7 +9,7 @@ import contextlib
 import functools
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Callable
 
@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from npu_device._src import compat
 from npu_device._src.collectives.graph import differentiable
-from npu_device._src.gradients.reduction import ReductionOptions
+from npu_device._src.threads import ThreadSwitch
 from npu_device._src.world.share import Share
 
 # Kept by thread, since a script may train models in several.
@@ -47,18 +47,15 @@ class CurrentStep:
 
     share: Share
     is_custom: bool  # the script has written the step, not Keras
-    reduce: Callable[[Sequence, ReductionOptions], list]
-    # Gathers; its gradient is the sum of all ranks' incoming gradients.
-    gather: Callable[[tf.Tensor], tf.Tensor]
+    world: Any  # ranks with which the step exchanges: a ``World``, or virtual ones
     sums: Sums
     # A step of the first-step check: only its graph runs, and its gradients are compared, not applied.
     is_dry_run: bool = False
     # The reducers of optimizers that have multiplied a loss by this rank's factor, so that its gradients needn't be.
     with_weighted_loss: set = field(default_factory=set)
     reduced: list = field(default_factory=list)  # results that the step has asked for itself
-    is_in_metric: bool = (
-        False  # a metric is being updated: what it calls gives values for the metric alone
-    )
+    # On while a metric is updated: what it calls gives values for the metric alone.
+    in_metric: ThreadSwitch = field(default_factory=ThreadSwitch)
     # Losses, and what metrics and logs are given, by name.
     numbers: dict[str, Any] = field(default_factory=dict)
     _counts_by_taker: Counter[str] = field(default_factory=Counter)

@@ -13,7 +13,7 @@ import tensorflow as tf
 from npu_device._src import compat
 from npu_device._src.collectives.dtypes import sum_dtype
 from npu_device._src.collectives.graph import differentiable
-from npu_device._src.gradients.reduction import ReductionOptions, dense_of
+from npu_device._src.gradients.reduction import dense_of
 from npu_device._src.training.opening.current_world import world_unless_child
 from npu_device._src.training.watching.schedule import can_compare, only_building
 from npu_device._src.world.current_step import CurrentStep, current_step
@@ -96,13 +96,8 @@ def moments(
     return tf.cast(mean, inputs.dtype), tf.cast(variance, inputs.dtype)
 
 
-def exchange_of_step(step: CurrentStep, sum_over_ranks: Exchange) -> Exchange:
-    """Return how the ranks exchange sums in a step of ``fit``."""
-    return lambda sums: step.exchanged(sum_over_ranks(step.to_exchange(sums)))
-
-
 def moments_of_all_ranks(
-    layer: Any, own: Callable, group: str, inputs: tf.Tensor, *axes_or_mask: Any, **named: Any
+    layer: Any, group: str, own: Callable, inputs: tf.Tensor, *axes_or_mask: Any, **named: Any
 ) -> Any:
     """Return mean and variance over the ranks of a group; what ``own`` returns where there is only one process."""
     world = normalizing_world(group)
@@ -130,13 +125,11 @@ def normalizing_world(group: str) -> World | None:
 
 def exchange_of_layer(world: World, step: CurrentStep | None, inputs: tf.Tensor) -> Exchange:
     """Return how the ranks exchange sums for the inputs of a layer, in a step of ``fit`` or in a loop (None)."""
+    if step is not None:
+        return lambda sums: step.exchanged(step.world.sum_over_ranks(step.to_exchange(sums)))
     # A loop of the script says by its reductions how its ranks count.
-    if step is None:
-        samples = tf.shape(inputs)[0]
-        return world.job.component_or_new(Loops).exchange(world, samples)
-    # A layer comes here if it isn't part of the replicated model, or if ``fit`` had replaced its method.
-    options = ReductionOptions("sum", fusion=0)
-    return exchange_of_step(step, lambda sums: step.reduce([sums], options)[0])
+    samples = tf.shape(inputs)[0]
+    return world.job.component_or_new(Loops).exchange(world, samples)
 
 
 class Loops:

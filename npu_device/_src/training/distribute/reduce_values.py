@@ -89,7 +89,7 @@ def all_reduce(
         if reduction in ("mean", "sum"):
             reduced = _reduce_weighted(step, tensors, options)
         else:
-            reduced = step.reduce(tensors, options)
+            reduced = step.world.reduce(tensors, options)
     elif may_be_gradients:
         reduced = reduce_by_hand(world, tf.nest.flatten(values), tensors, options)
     else:
@@ -122,7 +122,7 @@ def _reduce_weighted(step: CurrentStep, tensors: list, options: ReductionOptions
         factor = step.fraction
     terms = [weighted(step.to_exchange(tensor), factor) for tensor in tensors]
     # A mean is the sum of terms that are multiplied by each rank's fraction.
-    sums = step.reduce(terms, replace(options, reduction="sum"))
+    sums = step.world.reduce(terms, replace(options, reduction="sum"))
     reduced = list(map(step.exchanged, sums))
     # The results are noted, so that the optimizer doesn't reduce them once more.
     step.reduced += reduced
@@ -212,4 +212,4 @@ def all_gather(tensor: Any) -> Any:
         return world.gather(tensor)
     # Without the row of a rank that has no samples, which another rank counts.
     samples = step.to_exchange(step.share.counted(tensor))
-    return step.exchanged(step.gather(samples))
+    return step.exchanged(step.world.gather(samples))

@@ -51,7 +51,7 @@ class SyncBatchNormalization(_Base):
 @compat.do_not_convert
 def _of_all_ranks(self: Any, *args: Any, **kwargs: Any) -> Any:
     own = getattr(super(SyncBatchNormalization, self), compat.moments_method(self))
-    return moments_of_all_ranks(self, own, WORLD_GROUP, *args, **kwargs)
+    return moments_of_all_ranks(self, WORLD_GROUP, own, *args, **kwargs)
 
 
 # The name of the method differs between releases of Keras.

@@ -59,7 +59,7 @@ def _moments_method(self: Any, *args: Any, **kwargs: Any) -> Any:
     # After the end of the job, the layer normalizes by itself.
     if jobs.current() is None:
         return own(*args, **kwargs)
-    return moments_of_all_ranks(self, own, getattr(self, _GROUP), *args, **kwargs)
+    return moments_of_all_ranks(self, getattr(self, _GROUP), own, *args, **kwargs)
 
 
 @_as_it_is

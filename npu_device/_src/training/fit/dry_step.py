@@ -16,7 +16,8 @@ from npu_device._src.collectives.graph import differentiable
 from npu_device._src.gradients.reduction import ReductionOptions
 from npu_device._src.training.fit.graph_lines import where
 from npu_device._src.training.fit.metrics import METRIC, note_numbers
-from npu_device._src.training.fit.step import LOGS, Replaced, Step
+from npu_device._src.training.fit.replaced import Replaced
+from npu_device._src.training.fit.step import LOGS, Step
 from npu_device._src.training.fit.step_context import StepContext
 from npu_device._src.training.fit.weighting import WeightedReducer
 from npu_device._src.training.watching import training_state
@@ -72,7 +73,7 @@ class DryStep:
         self._weighted: list = []
         self._world: _VirtualRanks
         # Replaced methods are given back when the trace has ended, not when ``_begin`` returns.
-        self._while_tracing = contextlib.ExitStack()
+        self._while_tracing = Replaced()
         # What functions of the script do is looked at, too, and they would keep it, without noise, for later.
         with self._while_tracing, compat.expanded_functions():
             self._function = self._traced(context.own_step, spec)
@@ -103,8 +104,7 @@ class DryStep:
     @compat.do_not_convert
     def _begin(self, batch: Any, units: Any, total: Any, is_first: Any) -> Share:
         """Let the model work on a part of a batch, as in a step of ``fit``, while the step is traced."""
-        replaced = Replaced()
-        self._while_tracing.callback(replaced.restore)
+        replaced = self._while_tracing
         # A real exchange would wait for the other ranks, which may not get this far.
         self._world = _VirtualRanks(tf.compat.v1.get_default_graph(), is_first)
         for layer in self._context.objects.layers:
@@ -126,7 +126,7 @@ class DryStep:
             checksum=context.checksum,
             known_objects=objects,
         )
-        self._while_tracing.enter_context(Step(virtual, share))
+        replaced.enter_context(Step(virtual, share))
         step = current_step()
         assert step is not None
         step.is_dry_run = True

@@ -18,7 +18,6 @@ from npu_device._src import compat
 from npu_device._src.training.fit.model_objects import ModelObjects
 from npu_device._src.training.fit.replaced import Replaced
 from npu_device._src.world.current_step import CurrentStep
-from npu_device._src.world.world import World
 
 LOSS = "loss"
 ADDED_LOSS = "added loss"
@@ -29,10 +28,9 @@ class Losses:
     """Stands in for the losses' ``call``, the layers' ``add_loss``, and in Keras 3 the model's ``compute_loss``."""
 
     def __init__(
-        self, model: Any, objects: ModelObjects, step: CurrentStep, world: World, replaced: Replaced
+        self, model: Any, objects: ModelObjects, step: CurrentStep, replaced: Replaced
     ) -> None:
         self._step = step
-        self._world = world
         for index, loss in enumerate(objects.losses):
             # Keras's reduction is bound here, since ``_call`` sets it to "sum" while the step runs.
             call = partial(self._call, f"{LOSS} {index}", loss, loss.reduction)
@@ -53,7 +51,7 @@ class Losses:
     ) -> Any:
         """Return what Keras is to reduce: values of the samples, times what makes their sum that of the whole batch."""
         losses = call(y_true, y_pred)
-        if self._step.is_in_metric:
+        if self._step.in_metric.is_on:
             loss.reduction = reduction
             return losses
         # Keras's losses with ignore_class attach this mask to their values.
@@ -160,7 +158,7 @@ class Losses:
 
     def _sum_of_all_ranks(self, counts: Any) -> tf.Tensor:
         total = tf.reduce_sum(tf.cast(counts, tf.float64))
-        return self._world.sum_over_ranks(total * self._step.sum_factor)
+        return self._step.world.sum_over_ranks(total * self._step.sum_factor)
 
 
 def _all_of(masks: list) -> tf.Tensor | None:

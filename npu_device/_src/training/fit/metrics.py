@@ -7,8 +7,7 @@ each sample (``metric_functions``).
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Callable
@@ -20,20 +19,9 @@ from npu_device._src.training.fit.metric_functions import gives_values_of_sample
 from npu_device._src.training.fit.model_objects import ModelObjects
 from npu_device._src.training.fit.replaced import Replaced
 from npu_device._src.world.current_step import CurrentStep
-from npu_device._src.world.world import World
 
 METRIC = "metric"
 """How the names of numbers given to metrics begin; see ``CurrentStep.is_sum``."""
-
-
-@dataclass(frozen=True)
-class _Update:
-    """What a metric's ``update_state`` is given, and what of it is a sum over the samples."""
-
-    number: Any
-    sample_weight: Any
-    number_is_sum: bool | None
-    weight_is_sum: bool | None
 
 
 @dataclass(frozen=True)
@@ -53,11 +41,8 @@ class Metrics:
 
     add_increments: Callable[[], None]
 
-    def __init__(
-        self, objects: ModelObjects, step: CurrentStep, world: World, replaced: Replaced
-    ) -> None:
+    def __init__(self, objects: ModelObjects, step: CurrentStep, replaced: Replaced) -> None:
         self._step = step
-        self._world = world
         self._metrics = objects.metrics
         self._results: list[_Result] = []
         keras = compat.keras_of(objects.layers[0])
@@ -81,9 +66,8 @@ class Metrics:
         # A metric of another class gets numbers that the step itself has worked out.
         if type(metric).update_state not in (classes.Mean.update_state, classes.Sum.update_state):
             return None
-        if isinstance(metric, classes.Sum):
-            return partial(self._update_by_share, name, _terms_of_sum, is_tracker)
-        return partial(self._update_by_share, name, _terms_of_mean, is_tracker)
+        is_mean = not isinstance(metric, classes.Sum)
+        return partial(self._update_by_share, name, is_mean, is_tracker)
 
     def additive_variables(self) -> list:
         """Return the variables of metrics whose increments are summed over the ranks."""
@@ -153,7 +137,7 @@ class Metrics:
     def _update_by_share(
         self,
         name: str,
-        terms: Callable[[_Update, tf.Tensor], tuple[Any, Any]],
+        is_mean: bool,
         is_tracker: bool,
         update_state: Callable,
         *args: Any,
@@ -170,13 +154,17 @@ class Metrics:
         if tensor.shape.rank == 0:
             sum_args, sum_kwargs = are_sums
             number_is_sum, weight_is_sum = _number_and_sample_weight(*sum_args, **sum_kwargs)
-            update = _Update(number, sample_weight, number_is_sum, weight_is_sum)
-            number, sample_weight = terms(update, fraction)
+            # A sample weight that is a sum over the samples, or isn't known, is summed over the ranks as it is.
+            is_weighted = sample_weight is None or weight_is_sum is False
+            # A mean counts by the samples of this rank in one number for the whole batch; a sum only if it gets a mean.
+            if is_weighted and (is_mean or number_is_sum is False):
+                sample_weight = _weighted(sample_weight, fraction)
+            if is_mean and number_is_sum:
+                number = tf.math.divide_no_nan(tf.cast(number, dtype), fraction)
         elif is_tracker:
             # ``Losses`` has divided the samples' values of an unreduced loss by the fraction, which is undone here.
             if sample_weight is not None and self._counts_losses:
-                sample_weight = tf.cast(sample_weight, fraction.dtype)
-                sample_weight = tf.math.divide_no_nan(sample_weight, fraction)
+                sample_weight = tf.math.divide_no_nan(tf.cast(sample_weight, dtype), fraction)
             number = tensor * fraction
         return update_state(number, sample_weight=sample_weight)
 
@@ -185,14 +173,14 @@ class Metrics:
     ) -> Any:
         are_sums = numbers_given(self._step, name, args, kwargs)
         args, kwargs = tf.nest.map_structure(self._of_all_ranks, (args, kwargs), are_sums)
-        with self._in_metric():
+        with self._step.in_metric.on():
             return update_state(*args, **kwargs)
 
     def _update_by_function(
         self, name: str, metric: Any, update_state: Callable, *args: Any, **kwargs: Any
     ) -> Any:
         """Update a mean of what a function of Keras's gives: values of samples, or of the batch."""
-        with self._in_metric():
+        with self._step.in_metric.on():
             # Without the sample weights, which may be the third argument.
             if gives_values_of_samples(metric, *args[:2], **kwargs):
                 return update_state(*args, **kwargs)
@@ -204,15 +192,6 @@ class Metrics:
             increment = tf.cast(tf.convert_to_tensor(variable) - start, tf.float64)
             variable.assign(start + tf.cast(increment * self._step.fraction, start.dtype))
         return None
-
-    @contextlib.contextmanager
-    def _in_metric(self) -> Iterator[None]:
-        was_in_metric = self._step.is_in_metric
-        self._step.is_in_metric = True
-        try:
-            yield
-        finally:
-            self._step.is_in_metric = was_in_metric
 
     def _of_all_ranks(self, argument: Any, is_sum: bool | None) -> Any:
         """Return an argument of ``update_state`` with the rows of all ranks, or as the number of the whole batch."""
@@ -228,13 +207,13 @@ class Metrics:
                 factor = self._step.fraction
             # In float64, since a large count in float32 would lose its last digit.
             wide = tf.cast(tensor, tf.float64)
-            total = self._world.sum_over_ranks(wide * factor)
+            total = self._step.world.sum_over_ranks(wide * factor)
             return tf.cast(total, tensor.dtype)
-        gathered = self._world.gather(self._step.share.counted(tensor))
+        gathered = self._step.world.gather(self._step.share.counted(tensor))
         mask = getattr(argument, "_keras_mask", None)
         if mask is not None:
             counted_mask = self._step.share.counted(mask)
-            gathered._keras_mask = self._world.gather(counted_mask)
+            gathered._keras_mask = self._step.world.gather(counted_mask)
         return gathered
 
 
@@ -260,27 +239,6 @@ def note_numbers(step: CurrentStep, metrics: Sequence, replaced: Replaced) -> li
         replaced.replace(metric, "update_state", partial(note, f"{METRIC} {index}"))
         replaced.replace(metric, "result", keep)
     return results
-
-
-def _terms_of_mean(update: _Update, fraction: tf.Tensor) -> tuple[Any, Any]:
-    """Return number and sample weight of this rank: it contributes by its samples to one number for the whole batch."""
-    number = update.number
-    sample_weight = update.sample_weight
-    if update.number_is_sum:
-        number = tf.cast(number, fraction.dtype)
-        number = tf.math.divide_no_nan(number, fraction)
-    # A sample weight that is a sum over the samples, or isn't known, is summed over the ranks as it is.
-    if sample_weight is None or update.weight_is_sum is False:
-        sample_weight = _weighted(sample_weight, fraction)
-    return number, sample_weight
-
-
-def _terms_of_sum(update: _Update, fraction: tf.Tensor) -> tuple[Any, Any]:
-    sample_weight = update.sample_weight
-    weight_is_mean = sample_weight is None or update.weight_is_sum is False
-    if update.number_is_sum is False and weight_is_mean:
-        sample_weight = _weighted(sample_weight, fraction)
-    return update.number, sample_weight
 
 
 def _weighted(sample_weight: Any, fraction: tf.Tensor) -> tf.Tensor:

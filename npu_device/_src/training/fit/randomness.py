@@ -13,7 +13,7 @@ from typing import Any, Callable
 
 import tensorflow as tf
 
-from npu_device._src import compat, environment
+from npu_device._src import compat
 from npu_device._src.training.fit.draws import EAGER, Draw, draws_of
 from npu_device._src.training.fit.random_operations import MARK
 from npu_device._src.training.fit.replaced import Replaced
@@ -26,43 +26,29 @@ _SHOWN = 4
 
 
 class RandomNumbers:
-    """Lets a training step, eager or traced, draw the numbers of this rank from ``begin`` to ``end``."""
+    """Lets a training step that begins, eager or traced, draw the numbers of this rank: mixes the rank into what
+    generators return, and into the seed of the graph that is being traced.
+    """
 
     def __init__(self, world: World, generators: Sequence, replaced: Replaced) -> None:
         self._offset = world.rank * _SEED_DISTANCE
-        self._generators = generators
-        self._replaced = replaced
-        self._graph: Any = None  # the graph that is being traced
-        self._first_operation = 0  # position in the graph where the step begins
-        self._graph_seed: int | None = None
-        self._eager_state: Any = None  # eager random state before the step
-
-    def begin(self) -> None:
-        """Mix the rank into what generators return, and into the seed of the graph that is being traced."""
-        if environment.NPU_DEVICE_STEP_RANDOM.get() == "same":
-            return
-        for generator in self._generators:
+        for generator in generators:
             # The methods that return the state to draw from, and move it on.
             name = "next"
             if isinstance(generator, tf.random.Generator):
                 name = "skip"
-            self._replaced.replace(generator, name, self._mixed)
-        if tf.executing_eagerly():
-            self._eager_state = compat.random_state()
-            return
-        graph = tf.compat.v1.get_default_graph()
+            replaced.replace(generator, name, self._mixed)
+        self._state = compat.random_state()  # of eager operations before the step
+        self._graph: Any = None  # the graph that is being traced
+        graph = compat.graph_being_built()
         # Only the graph of a function is a step that is traced; others keep their seed.
-        if not isinstance(graph, compat.FuncGraph):
-            return
-        self._graph = graph
-        self._first_operation = len(graph.get_operations())
-        self._graph_seed = graph.seed
-        if graph.seed is not None:
-            graph.seed += self._offset
-
-    def end(self) -> None:
-        if self._graph is not None:
-            self._graph.seed = self._graph_seed
+        if isinstance(graph, compat.FuncGraph):
+            self._graph = graph
+            self._first_operation = len(graph.get_operations())  # where the step begins
+            self._graph_seed = graph.seed
+            if graph.seed is not None:
+                replaced.callback(setattr, graph, "seed", graph.seed)
+                graph.seed += self._offset
 
     def make_common(self, share: Any, model_weights: Sequence) -> list[Draw]:
         """Give all ranks the same numbers where a traced step draws once for the whole batch; return its draws."""
@@ -79,7 +65,7 @@ class RandomNumbers:
 
     def _eager_draws(self) -> list[Draw]:
         """Return a draw for all that an eager step took from TensorFlow's own state, if it did."""
-        if self._eager_state is None or self._eager_state == compat.random_state():
+        if self._state == compat.random_state():
             return []
         return [Draw("tf.random", is_stateful=True, common=EAGER)]
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, Callable
 
 from npu_device._src import compat
 
 
-class Replaced:
-    """What is replaced on objects, and was there before."""
-
-    _ABSENT = object()
-
-    def __init__(self) -> None:
-        self._originals: list[tuple[Any, str, Any]] = []
+class Replaced(contextlib.ExitStack):
+    """Gives objects the attributes back that were there before; the last one first, as one may be replaced twice."""
 
     def replace(self, owner: Any, name: str, hook: Callable) -> None:
         """Replace a method of an object, and of no class, by ``hook(own method, *arguments)``."""
@@ -26,15 +22,8 @@ class Replaced:
 
     def keep(self, owner: Any, name: str) -> None:
         """Give an object this attribute back as it is now, whatever sets it until then."""
-        original = vars(owner).get(name, self._ABSENT)
-        self._originals.append((owner, name, original))
-
-    def restore(self) -> None:
-        """Give all objects their attributes back."""
-        # The last one first, since a method may have been replaced twice.
-        while self._originals:
-            owner, name, original = self._originals.pop()
-            if original is self._ABSENT:
-                vars(owner).pop(name, None)
-            else:
-                vars(owner)[name] = original
+        attributes = vars(owner)
+        if name in attributes:
+            self.callback(attributes.__setitem__, name, attributes[name])
+        else:
+            self.callback(attributes.pop, name, None)

@@ -33,7 +33,7 @@ import copy
 import inspect
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Callable
 
 from npu_device._src import compat
@@ -41,6 +41,7 @@ from npu_device._src.training.distribute.variables import require_no_strategy
 from npu_device._src.training.fit import files, shared_data, start
 from npu_device._src.training.fit.divided import OwnData, Pipeline, rows_of_rank, with_equal_length
 from npu_device._src.training.fit.function import Function
+from npu_device._src.training.fit.replaced import Replaced
 from npu_device._src.training.fit.replica_state import ReplicaState
 from npu_device._src.training.fit.sources import modes_that_differ
 from npu_device._src.training.fit.step import predict_step, train_or_test_step
@@ -400,23 +401,17 @@ def _listed(callbacks: Any) -> Sequence:
     return [callbacks]
 
 
-@contextlib.contextmanager
-def silent(world: World, model: Any, callbacks: Any) -> Iterator[None]:
-    """Let only rank 0 print what Keras's callbacks decide, which all ranks do alike."""
-    keras = compat.keras_of(model)
+def silent(world: World, model: Any, callbacks: Any) -> Replaced:
+    """Let only rank 0 print what Keras's callbacks decide, until what is returned closes."""
+    silenced = Replaced()
     # All ranks decide alike, so that it is enough if one of them warns.
-    speaking = []
     if not world.is_main:
+        keras = compat.keras_of(model)
         for callback in getattr(callbacks, "callbacks", callbacks):
             if _is_one_of(_SPEAK, callback, keras):
-                speaking.append((callback, callback.verbose))
-    for callback, _ in speaking:
-        callback.verbose = 0
-    try:
-        yield
-    finally:
-        for callback, verbose in speaking:
-            callback.verbose = verbose
+                silenced.keep(callback, "verbose")
+                callback.verbose = 0
+    return silenced
 
 
 def _is_one_of(names: Sequence[str], callback: Any, keras: Any) -> bool:

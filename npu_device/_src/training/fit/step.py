@@ -3,7 +3,7 @@ reduces the gradients inside), the increments of metrics and moving averages sum
 
 ``train_or_test_step`` and ``predict_step`` below are the road. They stand in for the model's own steps; the rest of the
 file is what they call, in that order. How losses, metrics, layers and optimizers take part is in ``losses``,
-``metrics``, ``step_normalization`` and ``weighting``.
+``metrics``, ``distribute.normalization`` and ``weighting``.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ import numpy as np
 import tensorflow as tf
 
 from npu_device._src import compat, environment
+from npu_device._src.collectives.group import WORLD_GROUP
+from npu_device._src.training.distribute.normalization import moments_of_all_ranks
 from npu_device._src.training.fit import predictions, xla
 from npu_device._src.training.fit.losses import Losses
 from npu_device._src.training.fit.metrics import Metrics
 from npu_device._src.training.fit.randomness import RandomNumbers
 from npu_device._src.training.fit.replaced import Replaced
 from npu_device._src.training.fit.step_context import StepContext
-from npu_device._src.training.fit.step_normalization import synchronize_layers
 from npu_device._src.world.current_step import CurrentStep, current_step, running
 from npu_device._src.world.share import (
     Share,
@@ -171,24 +172,22 @@ def _step_on(context: StepContext, share: Share) -> Step:
 
 @compat.do_not_convert
 def _current_step(context: StepContext, share: Share) -> CurrentStep:
-    world = context.world
-    return CurrentStep(share, context.is_custom, world.reduce, world.gather, context.sums)
+    return CurrentStep(share, context.is_custom, context.world, context.sums)
 
 
 class Step:
     """One step while it is running or being traced: a context in which the model works on the share of this rank."""
 
     def __init__(self, context: StepContext, share: Share) -> None:
-        world = context.world
         objects = context.objects
-        self._world = world
         self._context = context
+        self._world = context.world
         current = _current_step(context, share)
         self._current = current
         self._replaced = Replaced()
-        self._metrics = Metrics(objects, current, world, self._replaced)
+        self._metrics = Metrics(objects, current, self._replaced)
         # Only replaces methods of losses and layers, so that nothing has to refer to it.
-        Losses(context.model, objects, current, world, self._replaced)
+        Losses(context.model, objects, current, self._replaced)
         if xla.compiles_call(context.model):
             xla.compile_call(context.model, self._replaced)
         self._random_numbers: Optional[RandomNumbers] = None
@@ -196,31 +195,34 @@ class Step:
         additive = self._metrics.additive_variables()
         increments = [(variable, current.sum_factor) for variable in additive]
         if context.mode == "train":
-            synchronize_layers(objects.layers, current, world, self._replaced)
-            self._random_numbers = RandomNumbers(world, objects.generators, self._replaced)
+            self._synchronize(objects.layers)
             increments += [(variable, current.fraction) for variable in objects.statistics]
-        self._increments = [Increments(increments, world.sum_over_ranks)]
+        self._increments = [Increments(increments, self._world.sum_over_ranks)]
         self._known_variables = set(map(id, additive))
         self._metrics.add_increments = self._reduce_increments
 
+    def _synchronize(self, layers: Sequence) -> None:
+        """Let synchronized layers compute mean and variance of the samples of all ranks."""
+        for layer in layers:
+            name = compat.moments_method(layer)
+            if getattr(layer, "synchronized", False) and hasattr(layer, name):
+                moments = functools.partial(moments_of_all_ranks, layer, WORLD_GROUP)
+                self._replaced.replace(layer, name, moments)
+
     def __enter__(self) -> Step:
-        self._running = running(self._current)
-        self._running.__enter__()
+        self._replaced.enter_context(running(self._current))
         # Computed in this graph, before a branch or a function of the step needs them.
         _ = self._current.fraction, self._current.sum_factor
-        if self._random_numbers is not None:
-            self._random_numbers.begin()
+        draws_its_own = environment.NPU_DEVICE_STEP_RANDOM.get() != "same"
+        if self._context.mode == "train" and draws_its_own:
+            generators = self._context.objects.generators
+            self._random_numbers = RandomNumbers(self._world, generators, self._replaced)
         return self
 
     def __exit__(self, error_class: Any, error: Any, traceback: Any) -> None:
-        try:
-            self._running.__exit__(error_class, error, traceback)
-        finally:
-            self._replaced.restore()
-        if self._random_numbers is not None:
-            self._random_numbers.end()
-            if error is None:
-                self._context.after_draws(self._random_numbers, self._current.share)
+        self._replaced.close()
+        if self._random_numbers is not None and error is None:
+            self._context.after_draws(self._random_numbers, self._current.share)
 
     @compat.do_not_convert
     def results_of_all(self, logs: Any) -> Any:
