@@ -11,9 +11,8 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Callable, Optional
+from collections.abc import Iterable, Sequence
+from typing import Any, Callable, NamedTuple, Optional
 
 import numpy as np
 import tensorflow as tf
@@ -191,14 +190,12 @@ class Step:
         if xla.compiles_call(context.model):
             xla.compile_call(context.model, self._replaced)
         self._random_numbers: Optional[RandomNumbers] = None
+        self._increments = Increments(self._world.sum_over_ranks)
         # Metrics move by the sum of the ranks' increments, moving averages by their mean.
-        additive = self._metrics.additive_variables()
-        increments = [(variable, current.sum_factor) for variable in additive]
+        self._increments.add(self._metrics.additive_variables(), current.sum_factor)
         if context.mode == "train":
             self._synchronize(objects.layers)
-            increments += [(variable, current.fraction) for variable in objects.statistics]
-        self._increments = [Increments(increments, self._world.sum_over_ranks)]
-        self._known_variables = set(map(id, additive))
+            self._increments.add(objects.statistics, current.fraction)
         self._metrics.add_increments = self._reduce_increments
 
     def _synchronize(self, layers: Sequence) -> None:
@@ -242,22 +239,11 @@ class Step:
         return tf.nest.pack_sequence_as(logs, of_all_ranks)
 
     def _reduce_increments(self) -> None:
-        # A graph is traced once more if a metric has made its variables in the step.
+        # A graph is traced once more if a metric has made its variables in the step. Keras's metrics begin with zeros.
         if tf.executing_eagerly():
-            self._add_new_variables()
-        for increments in self._increments:
-            increments.reduce()
-
-    def _add_new_variables(self) -> None:
-        """Add the variables that metrics have made since the step began; Keras's metrics begin with zeros."""
-        variables = self._metrics.additive_variables()
-        new = [variable for variable in variables if id(variable) not in self._known_variables]
-        if new:
-            self._known_variables |= set(map(id, new))
-            contributions = [(variable, self._current.sum_factor) for variable in new]
-            increments = Increments(contributions, self._world.sum_over_ranks)
-            increments.begin_at_zero()
-            self._increments.append(increments)
+            variables = self._metrics.additive_variables()
+            self._increments.add(variables, self._current.sum_factor, tf.zeros_like)
+        self._increments.reduce()
 
     def _warn_of_computed_logs(self, logs: Any, leaves: Sequence) -> None:
         """Warn that some leaves of the logs are those of this rank's samples."""
@@ -302,83 +288,77 @@ def _float_as_tensor(leaf: Any) -> Any:
 # Variables that are reduced by their increments
 
 
-@dataclass
-class _Group:
+class _Group(NamedTuple):
     """Variables of one dtype and one factor, and their values before the step."""
 
     dtype: tf.DType
     factor: Any
-    variables: list = field(default_factory=list)
-    values: list = field(default_factory=list)
-
-    def begin(self) -> None:
-        self.values = list(map(tf.convert_to_tensor, self.variables))
-
-    def set_by_step(self) -> _Group:
-        """Return the group without variables that a step, as it is traced, leaves alone: they stay as they are."""
-        may_be_set = compat.may_be_set(self.variables)
-        variables = list(itertools.compress(self.variables, may_be_set))
-        values = list(itertools.compress(self.values, may_be_set))
-        return _Group(self.dtype, self.factor, variables, values)
-
-    def start(self) -> tf.Tensor:
-        """Return the values before the step, one after the other; 0 for inf and NaN, to which nothing can be added."""
-        start = _packed(self.values)
-        if self.dtype.is_floating:
-            start = tf.where(tf.math.is_finite(start), start, tf.zeros_like(start))
-        return start
-
-    def increment(self, start: tf.Tensor) -> tf.Tensor:
-        """Return what the step has added to the variables, times the factor."""
-        return _weighted(_packed(self.variables) - start, self.factor)
+    variables: list
+    values: list
 
 
 class Increments:
     """The values of variables before a step, so that their increments, times factors, can be summed after it."""
 
-    def __init__(
-        self, variables: Sequence[tuple[Any, Any]], sum_over_ranks: Callable[[tf.Tensor], tf.Tensor]
-    ) -> None:
+    def __init__(self, sum_over_ranks: Callable[[tf.Tensor], tf.Tensor]) -> None:
         self._sum_over_ranks = sum_over_ranks
-        groups: dict[tuple[tf.DType, int], _Group] = {}
-        for variable, factor in variables:
-            dtype = tf.as_dtype(variable.dtype)
-            # ``CurrentStep`` returns the same object each time it is asked for a factor.
-            key = (dtype, id(factor))
-            group = groups.setdefault(key, _Group(dtype, factor))
-            group.variables.append(variable)
-        self._groups = list(groups.values())
-        for group in self._groups:
-            group.begin()
+        self._groups: list[_Group] = []
 
-    def begin_at_zero(self) -> None:
-        """Take all variables for 0 before the step."""
-        for group in self._groups:
-            group.values = list(map(tf.zeros_like, group.values))
+    def add(
+        self,
+        variables: Sequence,
+        factor: Any,
+        value_before: Callable[[Any], tf.Tensor] = tf.convert_to_tensor,
+    ) -> None:
+        """Add variables, but for those that are there already, given the function for their values before the step."""
+        known = {id(variable) for group in self._groups for variable in group.variables}
+        by_dtype: dict[tf.DType, list] = {}
+        for variable in variables:
+            if id(variable) not in known:
+                by_dtype.setdefault(tf.as_dtype(variable.dtype), []).append(variable)
+        for dtype, new in by_dtype.items():
+            self._groups.append(_Group(dtype, factor, new, list(map(value_before, new))))
 
     def reduce(self) -> None:
         """Give each variable its value before the step plus the sum of all ranks' increments."""
         # One reduction for each dtype, since the factors are applied before it.
         for dtype in dict.fromkeys(group.dtype for group in self._groups):
-            groups = [group.set_by_step() for group in self._groups if group.dtype == dtype]
-            groups = [group for group in groups if group.variables]
-            # The same on all ranks, which trace the same step.
-            if not groups:
-                continue
-            starts = [group.start() for group in groups]
-            increments = [group.increment(start) for group, start in zip(groups, starts)]
-            sums = self._sum_over_ranks(tf.concat(increments, axis=0))
-            total = tf.concat(starts, axis=0) + sums
-            variables = [variable for group in groups for variable in group.variables]
-            sizes = [tf.TensorShape(variable.shape).num_elements() for variable in variables]
-            for variable, flat in zip(variables, tf.split(total, sizes)):
-                variable.assign(_reshaped(flat, variable.shape))
+            self._reduce([group for group in self._groups if group.dtype == dtype])
         # The next increments begin here, for a step that reads results halfway.
         for group in self._groups:
-            group.begin()
+            group.values[:] = map(tf.convert_to_tensor, group.variables)
+
+    def _reduce(self, groups: Sequence[_Group]) -> None:
+        variables: list = []
+        starts = []
+        increments = []
+        for group in groups:
+            # Variables that a step, as it is traced, leaves alone stay as they are.
+            may_be_set = compat.may_be_set(group.variables)
+            if any(may_be_set):
+                moved = list(itertools.compress(group.variables, may_be_set))
+                start = _finite(_packed(itertools.compress(group.values, may_be_set)))
+                variables += moved
+                starts.append(start)
+                increments.append(_weighted(_packed(moved) - start, group.factor))
+        # The same on all ranks, which trace the same step.
+        if not variables:
+            return
+        sums = self._sum_over_ranks(tf.concat(increments, axis=0))
+        total = tf.concat(starts, axis=0) + sums
+        sizes = [tf.TensorShape(variable.shape).num_elements() for variable in variables]
+        for variable, flat in zip(variables, tf.split(total, sizes)):
+            variable.assign(_reshaped(flat, variable.shape))
 
 
-def _packed(variables: Sequence) -> tf.Tensor:
+def _finite(start: tf.Tensor) -> tf.Tensor:
+    """Return values with 0 for inf and NaN, to which nothing can be added."""
+    if not start.dtype.is_floating:
+        return start
+    return tf.where(tf.math.is_finite(start), start, tf.zeros_like(start))
+
+
+def _packed(variables: Iterable) -> tf.Tensor:
     """Return the values of variables of one dtype, or tensors, one after the other.
 
     In one tensor, since operations for each of hundreds of variables would cost more than the step.
