@@ -226,17 +226,37 @@ class Step:
         """Give metrics and statistics the values of all ranks, and return the logs with those."""
         self._reduce_increments()
         leaves = tf.nest.flatten(logs)
-        are_sums = [self._current.register_number(LOGS, leaf) for leaf in leaves]
         of_all_ranks, not_computable = self._metrics.results_again(leaves)
         if not_computable and self._world.is_main:
             self._warn_of_computed_logs(logs, [leaves[position] for position in not_computable])
-        unknown = [position for position, leaf in enumerate(of_all_ranks) if leaf is None]
-        unknown_leaves = [leaves[position] for position in unknown]
-        unknown_are_sums = [are_sums[position] for position in unknown]
-        numbers = self._numbers_of_all_ranks(unknown_leaves, unknown_are_sums)
-        for position, number in zip(unknown, numbers):
-            of_all_ranks[position] = number
-        return tf.nest.pack_sequence_as(logs, of_all_ranks)
+        numbers = list(map(_float_as_tensor, leaves))
+        # By position; sent together, since each contribution is a single number.
+        contributions: dict[int, tf.Tensor] = {}
+        for position, result in enumerate(of_all_ranks):
+            factor = self._factor_of_log(numbers[position])
+            if result is not None:
+                numbers[position] = result
+            elif factor is not None:
+                contributions[position] = tf.cast(numbers[position], tf.float64) * factor
+        if contributions:
+            packed = tf.stack(list(contributions.values()))
+            totals = tf.unstack(self._world.sum_over_ranks(packed))
+            for position, total in zip(contributions, totals):
+                numbers[position] = tf.cast(total, numbers[position].dtype)
+        return tf.nest.pack_sequence_as(logs, numbers)
+
+    def _factor_of_log(self, number: Any) -> Any:
+        """Return by what a scalar of the logs is multiplied before it is summed: sums are summed, other numbers
+        averaged by samples. None for whatever else is in the logs, which stays as it is on this rank.
+        """
+        is_sum = self._current.register_number(LOGS, number)
+        if not tf.is_tensor(number) or number.shape.rank != 0:
+            return None
+        if is_sum and (number.dtype.is_floating or number.dtype.is_integer):
+            return self._current.sum_factor
+        if number.dtype.is_floating:
+            return self._current.fraction
+        return None
 
     def _reduce_increments(self) -> None:
         # A graph is traced once more if a metric has made its variables in the step. Keras's metrics begin with zeros.
@@ -253,30 +273,6 @@ class Step:
             names = [repr(name) for name, leaf in logs.items() if id(leaf) in ids]
         class_name = type(self._context.model).__name__
         _log.warning(_COMPUTED_LOGS_WARNING, class_name, ", ".join(names) or "logs")
-
-    def _numbers_of_all_ranks(self, leaves: Sequence, are_sums: Sequence[bool | None]) -> list:
-        """Return scalars of the logs of all ranks: sums are summed, other numbers averaged by samples."""
-        numbers = list(map(_float_as_tensor, leaves))
-        # By position; sent together, since each contribution is a single number.
-        contributions: dict[int, tf.Tensor] = {}
-        for position, number in enumerate(numbers):
-            # Whatever else is in the logs stays as it is on this rank.
-            if not tf.is_tensor(number) or number.shape.rank != 0:
-                continue
-            dtype = number.dtype
-            if are_sums[position] and (dtype.is_floating or dtype.is_integer):
-                factor = self._current.sum_factor
-            elif dtype.is_floating:
-                factor = self._current.fraction
-            else:
-                continue
-            contributions[position] = tf.cast(number, tf.float64) * factor
-        if contributions:
-            packed = tf.stack(list(contributions.values()))
-            totals = tf.unstack(self._world.sum_over_ranks(packed))
-            for position, total in zip(contributions, totals):
-                numbers[position] = tf.cast(total, numbers[position].dtype)
-        return numbers
 
 
 def _float_as_tensor(leaf: Any) -> Any:
