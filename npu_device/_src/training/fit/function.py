@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Callable, Optional
 
 from npu_device._src import compat, environment
 from npu_device._src.collectives.engine_text import say
-from npu_device._src.training.fit import first_step, randomness, sources, start
+from npu_device._src.training.fit import first_step, randomness, sources, start, xla
 from npu_device._src.training.fit.divided import OwnData
 from npu_device._src.training.fit.model_objects import objects_of
 from npu_device._src.training.fit.randomness import RandomNumbers
-from npu_device._src.training.fit.replica_state import ReplicaState
 from npu_device._src.training.fit.step import divide
 from npu_device._src.training.fit.step_context import StepContext
+from npu_device._src.training.fit.weighting import replicate_optimizer
 from npu_device._src.training.watching import training_state
 from npu_device._src.world.share import Share, content, is_tagged, mark_of, require_units, rows_of
+from npu_device._src.world.world import World
 
 INNER = "_npu_inner"
 """The attribute of a callback's function, around one of a model, that has the latter."""
@@ -24,6 +26,48 @@ _TRACED = (
     "tensors have no values.\nWhat to do: return tensors from the step, not value.numpy(). If the model's call needs "
     "values, compile it and call model.test_on_batch with a few samples before npu.distribute.replicate (Keras 3)."
 )
+
+
+@dataclass(eq=False)
+class ReplicaState:
+    """What the functions of one replicated model share: its state between the calls of Keras.
+
+    Attributes:
+        in_fit: a ``fit`` is running.
+        root_rank: from whose variables the next training starts.
+        callbacks: of the newest ``fit``.
+        shard_optimizer: divide the updates of the optimizers among the ranks; None: as NPU_DEVICE_SHARD_OPTIMIZER says.
+    """
+
+    world: World
+    model: Any
+    shard_optimizer: bool | None = None
+    callbacks: Any = None
+
+    in_fit = False
+    root_rank = 0
+    _is_reported = False
+
+    def prepare(self, mode: str) -> None:
+        """Set what must be set before Keras makes a function."""
+        xla.leave_call(self.model)
+        start.keep_steps_per_execution(self.world, self.model)
+        if mode == "train":
+            for optimizer in training_state.optimizers(self.model):
+                replicate_optimizer(optimizer, self.world, self.shard_optimizer)
+
+    def report(self, rows: int | None, checked: str) -> None:
+        """Print the statement at the start, once; ``rows`` are those of the first batch, None of own data."""
+        if self._is_reported:
+            return
+        self._is_reported = True
+        if self.world.is_main:
+            callback = self.callbacks
+            # The last callback is the package's own, in which the ranks meet: Keras has set its ``params``.
+            if isinstance(callback, list):
+                callback = callback[-1]
+            steps = (getattr(callback, "params", None) or {}).get("steps")
+            say(start.statement(self.world, self.model, rows, steps, checked))
 
 
 class Function(StepContext):

@@ -40,9 +40,8 @@ from npu_device._src import compat
 from npu_device._src.training.distribute.variables import require_no_strategy
 from npu_device._src.training.fit import files, shared_data, start
 from npu_device._src.training.fit.divided import OwnData, Pipeline, rows_of_rank, with_equal_length
-from npu_device._src.training.fit.function import Function
+from npu_device._src.training.fit.function import Function, ReplicaState
 from npu_device._src.training.fit.replaced import Replaced
-from npu_device._src.training.fit.replica_state import ReplicaState
 from npu_device._src.training.fit.sources import modes_that_differ
 from npu_device._src.training.fit.step import predict_step, train_or_test_step
 from npu_device._src.training.opening.current_world import world_unless_child
