@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import operator
 from typing import Any
@@ -111,27 +112,24 @@ def _warn_if_uneven(count: int, world_size: int, batch: int) -> None:
         )
 
 
-class _DivisionCount:
-    """How many datasets were divided; a component of the job."""
-
-    count = 0
+class _DivisionNumbers(itertools.count):
+    """Numbers the datasets that were divided; a component of the job."""
 
 
 def _compare_shuffles(job: Job, dataset: Any) -> None:
     """Warn if a dataset is shuffled in another order on each rank. No rank waits: the last one compares."""
     seeds = compat.shuffle_seeds(dataset)
-    divisions = job.component_or_new(_DivisionCount)
-    divisions.count += 1
+    number = next(job.component_or_new(_DivisionNumbers))
     # Without a seed, TensorFlow draws one on each rank.
     if any(set(pair) == {0} for pair in seeds):
         if job.cluster.rank == 0:
             _log.warning(_TEXT, "without a seed", "")
         return
     # Seeds that come from tensors can't be compared.
-    if divisions.count > _SEEDS_COMPARED or any(None in pair for pair in seeds):
+    if number >= _SEEDS_COMPARED or any(None in pair for pair in seeds):
         return
     try:
-        name = f"shuffled before division {divisions.count}"
+        name = f"shuffled before division {number}"
         answers = job.control.post(name, [list(pair) for pair in seeds])
     except ClusterError:
         # The next collective raises the error of a lost rank.

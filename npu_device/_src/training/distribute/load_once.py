@@ -7,6 +7,7 @@ all hosts, so that an error is raised on every rank, and the hosts can be compar
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import time
@@ -46,11 +47,8 @@ Notes = dict[int, dict[str, Any]]
 """
 
 
-class _LoadCount:
-    """Counts the calls of a job: every rank makes the same ones."""
-
-    def __init__(self) -> None:
-        self.count = 0
+class _CallNumbers(itertools.count):
+    """Numbers the calls of a job, of which it is a component: every rank makes the same ones."""
 
 
 def load_once(function: Callable, *arguments: Any) -> Any:
@@ -87,13 +85,11 @@ def load_once(function: Callable, *arguments: Any) -> Any:
 
 def load(world: World, function: Callable, *arguments: Any, quiet: bool = False) -> Any:
     """Load as ``load_once`` on several ranks; ``quiet`` without the line at the start."""
-    calls = world.job.component_or_new(_LoadCount)
-    calls.count += 1
-    load_call = _LoadCall(world, calls.count)
-    if load_call.is_loading_rank:
-        load_call.publish(function, arguments)
-    notes = load_call.notes()
+    load_call = _LoadCall(world, next(world.job.component_or_new(_CallNumbers)))
     try:
+        if load_call.is_loading_rank:
+            load_call.publish(function, arguments)
+        notes = load_call.notes()
         load_call.require_equal(notes)
         result = load_call.received(notes)
         # The memory has no name any more once all ranks have mapped it.
@@ -119,8 +115,6 @@ class _LoadCall:
         self.loading_rank = leaders[world.rank]  # on this host
         self.is_loading_rank = self.loading_rank == world.rank
         self._offer: Offer | None = None
-        # The result without its arrays, and where they lie; on the loading rank.
-        self._loaded: tuple[Any, list[Place]]
         self._descriptions: list[str] = []  # of its arrays, for the other hosts
 
     def publish(self, function: Callable, arguments: tuple) -> None:
@@ -154,7 +148,6 @@ class _LoadCall:
         # Each array in the skeleton is the number of one in the memory.
         skeleton = with_arrays(result, numbered)
         places = places_of(arrays)
-        self._loaded = skeleton, places
         trusted = self.world.job.cluster.is_trusted
         content = packed((skeleton, [tuple(place) for place in places]), trusted)
         self._offer, address = published(arrays, places, content)
@@ -179,7 +172,6 @@ class _LoadCall:
         notes = {rank: json.loads(self._wait_for_note(rank)) for rank in self.loading_ranks}
         for rank, note in notes.items():
             if "error" in note:
-                self.withdraw()
                 raise ClusterError(
                     f"rank {self.world.rank}: the function that load_once called failed on rank {rank}:\n"
                     f"{note['error']}\nWhat to do: fix the error on rank {rank}."
@@ -237,11 +229,8 @@ class _LoadCall:
         trusted = self.world.job.cluster.is_trusted
         memory = mapped(Address(*note["address"]))
         # Read on the rank that loads, too, so that what can't be sent is an error on all ranks.
-        if not self.is_loading_rank or not trusted:
-            content = memory[len(memory) - note["packed_bytes"] :]
-            [(skeleton, places)] = unpacked(content, [f"rank {self.loading_rank}"], trusted)
-        if self.is_loading_rank:
-            skeleton, places = self._loaded
+        content = memory[len(memory) - note["packed_bytes"] :]
+        [(skeleton, places)] = unpacked(content, [f"rank {self.loading_rank}"], trusted)
         arrays = [array_at(memory, Place(*place)) for place in places]
         return with_arrays(skeleton, lambda index, name: arrays[int(index)])
 
