@@ -29,22 +29,32 @@ class _CallOnly(int):
     """False for Keras, in a model whose calls the steps compile themselves."""
 
 
-def turn_off(model: Any) -> None:
-    """Set ``jit_compile`` of a Keras model to False before its step is traced; not on a single device."""
-    if _is_on(model):
-        model.jit_compile = False
-        _warn(model, "")
+def turn_off(model: Any, addition: str = "") -> None:
+    """Set ``jit_compile`` of a Keras model to False before its step is traced, with a warning that may have an
+    ``addition``; not on a single device.
+    """
+    job = device.unless_child()
+    if job is None or not getattr(model, "jit_compile", False):
+        return
+    model.jit_compile = False
+    if job.cluster.rank == 0:
+        _log.warning(
+            "jit_compile is off for %s %r: XLA can't compile a step that waits for other ranks%s. Keras 3 turns it on "
+            "by itself on a GPU; jit_compile=False in model.compile leaves this message out.",
+            type(model).__name__,
+            model.name,
+            addition,
+        )
 
 
 def leave_call(model: Any) -> None:
     """Let XLA compile the call of a replicated model instead of its step; if that can't be done, see ``turn_off``."""
-    if _is_on(model):
+    if getattr(model, "jit_compile", False):
         reason = _why_not(model)
-        if not reason:
-            model.jit_compile = _CallOnly(0)
+        if reason:
+            turn_off(model, f", nor the call of this model alone, because {reason}")
         else:
-            model.jit_compile = False
-            _warn(model, f", nor the call of this model alone, because {reason}")
+            model.jit_compile = _CallOnly(0)
 
 
 def compiles_call(model: Any) -> bool:
@@ -59,10 +69,6 @@ def compile_call(model: Any, replaced: Replaced) -> None:
         return tf.function(call, autograph=False, jit_compile=True)(*args, **kwargs)
 
     replaced.replace(model, "call", compiled)
-
-
-def _is_on(model: Any) -> bool:
-    return device.unless_child() is not None and bool(getattr(model, "jit_compile", False))
 
 
 def _why_not(model: Any) -> str:
@@ -89,16 +95,3 @@ def _why_not(model: Any) -> str:
                 "tf.keras.backend.experimental.enable_tf_random_generator() is called before the model is made"
             )
     return ""
-
-
-def _warn(model: Any, addition: str) -> None:
-    job = device.unless_child()
-    assert job is not None
-    if job.cluster.rank == 0:
-        _log.warning(
-            "jit_compile is off for %s %r: XLA can't compile a step that waits for other ranks%s. Keras 3 turns it on "
-            "by itself on a GPU; jit_compile=False in model.compile leaves this message out.",
-            type(model).__name__,
-            model.name,
-            addition,
-        )
