@@ -11,16 +11,14 @@ from typing import Any, Callable
 import tensorflow as tf
 
 from npu_device._src import compat
+from npu_device._src.collectives.agreed_engine import differentiable_move
 from npu_device._src.collectives.dtypes import sum_dtype
-from npu_device._src.collectives.graph import differentiable
-from npu_device._src.gradients.reduction import dense_of
 from npu_device._src.training.opening.current_world import world_unless_child
 from npu_device._src.training.watching.schedule import can_compare, only_building
-from npu_device._src.world.current_step import CurrentStep, current_step
+from npu_device._src.world.current_step import current_step
 from npu_device._src.world.world import World
 
 _log = logging.getLogger("npu_device")
-_as_it_is = compat.do_not_convert
 
 Exchange = Callable[[tf.Tensor], tf.Tensor]
 """Returns the sum of all ranks' tensors: floating-point numbers, shape [n]."""
@@ -39,7 +37,7 @@ _UNEVEN_START = (
 
 def moments(
     exchange: Exchange,
-    sum_factor: Any,
+    factor: Any,
     layer: Any,
     inputs: tf.Tensor,
     *axes_or_mask: Any,
@@ -47,7 +45,7 @@ def moments(
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Return mean and variance over the samples of all ranks, with the arguments of the method of Keras's layer.
 
-    ``sum_factor`` is 1, or 0 if the samples of this rank don't count.
+    ``factor`` is 1, or 0 if the samples of this rank don't count.
     """
     # Keras 3 passes the mask; tf-keras passes the axes and whether to keep their dimensions.
     if len(axes_or_mask) == 2:
@@ -59,7 +57,7 @@ def moments(
         [mask] = axes_or_mask
     # Computed in a wide dtype, since 16 bits are too narrow for sums of squares.
     wide = tf.cast(inputs, sum_dtype(inputs.dtype))
-    value_weights = tf.cast(sum_factor, wide.dtype)
+    value_weights = tf.cast(factor, wide.dtype)
     if mask is not None:
         # The mask has no axis for the channels.
         masked = tf.cast(mask, wide.dtype)[..., tf.newaxis]
@@ -100,36 +98,38 @@ def moments_of_all_ranks(
     layer: Any, group: str, own: Callable, inputs: tf.Tensor, *axes_or_mask: Any, **named: Any
 ) -> Any:
     """Return mean and variance over the ranks of a group; what ``own`` returns where there is only one process."""
-    world = normalizing_world(group)
-    if world is None:
+    exchange = exchange_of_layer(group, inputs)
+    if exchange is None:
         return own(inputs, *axes_or_mask, **named)
-    step = current_step()
-    # In a loop of the script, every sample counts.
-    sum_factor = 1.0
-    if step is not None:
-        sum_factor = step.sum_factor
-    exchange = exchange_of_layer(world, step, inputs)
-    return moments(exchange, sum_factor, layer, inputs, *axes_or_mask, **named)
+    return moments(exchange, sum_factor(), layer, inputs, *axes_or_mask, **named)
 
 
-def normalizing_world(group: str) -> World | None:
-    """Return the ranks by whose samples a layer normalizes in this call; None if it is by those of this process."""
+def exchange_of_layer(group: str, inputs: tf.Tensor) -> Exchange | None:
+    """Return how the ranks by whose samples a layer normalizes its inputs exchange sums, in a step of ``fit`` or in a
+    loop; None if it normalizes by the samples of this process.
+    """
     # While a model is only built or saved, other ranks may not be there.
     if compat.is_saving() or only_building.is_on:
         return None
     # Keras itself normalizes over the devices of a strategy of TensorFlow.
     if tf.distribute.get_strategy().num_replicas_in_sync > 1:
         return None
-    return world_unless_child(group)
-
-
-def exchange_of_layer(world: World, step: CurrentStep | None, inputs: tf.Tensor) -> Exchange:
-    """Return how the ranks exchange sums for the inputs of a layer, in a step of ``fit`` or in a loop (None)."""
+    world = world_unless_child(group)
+    if world is None:
+        return None
+    step = current_step()
     if step is not None:
         return lambda sums: step.exchanged(step.world.sum_over_ranks(step.to_exchange(sums)))
     # A loop of the script says by its reductions how its ranks count.
-    samples = tf.shape(inputs)[0]
-    return world.job.component_or_new(Loops).exchange(world, samples)
+    return world.job.component_or_new(Loops).exchange(world, tf.shape(inputs)[0])
+
+
+def sum_factor() -> Any:
+    """Return the factor of the sums of this rank: 1, or 0 in a step of ``fit`` on samples that don't count."""
+    step = current_step()
+    if step is None:
+        return 1.0
+    return step.sum_factor
 
 
 class Loops:
@@ -149,13 +149,9 @@ class Loops:
         # Gradients have passed through an exchange, and nothing was reduced since then.
         self._is_open = False
 
-    def note_reduced(self, values: Any, by_samples: bool) -> None:
-        """Note how gradients are reduced, if that is what the values are."""
+    def note_reduced(self, by_samples: bool) -> None:
+        """Note how gradients are reduced."""
         if not self._is_open:
-            return
-        # Numbers, also numpy's, are losses and counts: no gradients.
-        shapes = [tf.TensorShape(tensor.shape) for tensor in dense_tensors(values)]
-        if not any(shape.rank for shape in shapes):
             return
         self._is_open = False
         if by_samples == self._by_samples:
@@ -174,11 +170,15 @@ class Loops:
             # The number of samples travels with the sums.
             count = tf.reshape(tf.cast(samples, sums.dtype), [1])
             joined = tf.concat([sums, count], 0)
-            sent = _with_gradient(joined, lambda upstream: upstream / factor())
+            copy = tf.identity(joined)
+            sent = differentiable_move(copy, lambda upstream: upstream / factor(), joined)
             total = world.sum_over_ranks(sent)
             fraction = tf.stop_gradient(tf.math.divide_no_nan(count, total[-1:]))
             factor = self._loss_factor(fraction, world)
-            return _with_gradient(total, lambda upstream: upstream * factor())[:-1]
+            copy_of_total = tf.identity(total)
+            return differentiable_move(
+                copy_of_total, lambda upstream: upstream * factor(), total
+            )[:-1]
 
         return exchange
 
@@ -208,15 +208,3 @@ class Loops:
             return equal
 
         return factor
-
-
-def _with_gradient(tensor: tf.Tensor, backward: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tensor:
-    copies = [tf.identity(tensor)]
-    [differentiated] = differentiable(copies, lambda upstream: [backward(upstream)], [tensor])
-    return differentiated
-
-
-def dense_tensors(values: Any) -> list:
-    """Return the tensors in values that a loop reduces; of sparse ones their rows."""
-    tensors = [value for value in tf.nest.flatten(values) if hasattr(value, "shape")]
-    return list(map(dense_of, tensors))

@@ -20,12 +20,12 @@ import tensorflow as tf
 from npu_device._src import compat
 from npu_device._src.collectives import job as jobs
 from npu_device._src.collectives.group import WORLD_GROUP
+from npu_device._src.gradients.reduction import dense_of
 from npu_device._src.training.distribute.normalization import (
     Loops,
-    dense_tensors,
     exchange_of_layer,
     moments_of_all_ranks,
-    normalizing_world,
+    sum_factor,
 )
 from npu_device._src.training.watching.schedule import can_compare
 from npu_device._src.world.current_step import current_step
@@ -129,11 +129,9 @@ class SynchronizedLayers:
         """Return the sums over the ranks for which a layer asks in its first call; None if it is to use its own."""
         # The layer's next call takes the method, with fewer transfers.
         self.install([layer])
-        world = normalizing_world(vars(layer).get(_GROUP, self._group))
-        if world is None:
+        exchange = exchange_of_layer(vars(layer).get(_GROUP, self._group), inputs)
+        if exchange is None:
             return None
-        step = current_step()
-        exchange = exchange_of_layer(world, step, inputs)
 
         def of_all_ranks(own: tf.Tensor) -> tf.Tensor:
             # Summed in 32 bits, since 16-bit floats would be infinite, or lose the numbers of samples.
@@ -141,30 +139,25 @@ class SynchronizedLayers:
             if own.dtype.size < 4:
                 wide = tf.cast(own, tf.float32)
             # In a step of ``fit``, a rank without samples works on rows that don't count.
-            if step is not None:
-                wide *= tf.cast(step.sum_factor, wide.dtype)
+            wide *= tf.cast(sum_factor(), wide.dtype)
             exchanged = exchange(tf.reshape(wide, [-1]))
             total = tf.reshape(exchanged, tf.shape(wide))
             return tf.cast(total, own.dtype)
 
         return tf.nest.map_structure(of_all_ranks, sums)
 
-    def note_reduced(self, values: Any) -> None:
-        """Warn of layers that normalize by one rank, if these may be the gradients of their variables."""
-        tensors = dense_tensors(values)
-        # Numbers are losses and counts, no gradients: worth no search.
-        if all(tf.TensorShape(tensor.shape).rank == 0 for tensor in tensors):
-            return
+    def note_reduced(self, shapes: list[tf.TensorShape]) -> None:
+        """Warn of layers that normalize by one rank, if gradients of these shapes may be those of their variables."""
         # Counted, since each eager step comes here, and of a function only its trace.
         if tf.executing_eagerly():
-            reduction = (len(tensors), str(tensors[0].shape))
+            reduction = (len(shapes), str(shapes[0]))
             if reduction in self._checked or len(self._checked) >= _CHECKS:
                 return
             self._checked.add(reduction)
-        shapes = {tuple(tensor.shape) for tensor in tensors}
+        sizes = set(map(tuple, shapes))
         trained = []
         for layer in compat.batch_normalizations():
-            if layer not in self._told and _may_train(shapes, layer):
+            if layer not in self._told and _may_train(sizes, layer):
                 trained.append(layer)
         alone = [layer for layer in trained if normalizes_alone(layer)]
         traced = [layer for layer in trained if layer in self._traced]
@@ -210,10 +203,15 @@ def note_reduced(world: World, values: Any, by_samples: bool = False) -> None:
     """Note that what may be gradients is reduced in a loop; rank 0 warns of layers that normalize by one rank."""
     if not can_compare() or current_step() is not None:
         return
-    world.job.component_or_new(Loops).note_reduced(values, by_samples)
+    tensors = [dense_of(value) for value in tf.nest.flatten(values) if hasattr(value, "shape")]
+    shapes = [tf.TensorShape(tensor.shape) for tensor in tensors]
+    # Numbers, also numpy's, are losses and counts: no gradients.
+    if all(shape.rank == 0 for shape in shapes):
+        return
+    world.job.component_or_new(Loops).note_reduced(by_samples)
     # One rank is enough to warn, since the layers are the same on all ranks.
     if world.job.cluster.rank == 0:
-        world.job.component_or_new(SynchronizedLayers).note_reduced(values)
+        world.job.component_or_new(SynchronizedLayers).note_reduced(shapes)
 
 
 def _is_built(layer: Any) -> bool:
