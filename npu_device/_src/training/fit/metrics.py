@@ -93,8 +93,7 @@ class Metrics:
             are_in_its_graph = all(source.tensor.graph is log.graph for source in sources)
             # The step may have computed the log from results, such as a sum of two.
             if tf.is_symbolic_tensor(log) and are_in_its_graph:
-                computations = {source.tensor.name: source.compute for source in sources}
-                replacements = {name: compute() for name, compute in computations.items()}
+                replacements = {source.tensor.name: source.compute() for source in sources}
                 result = compat.computed_again(log, replacements)
             if sources and result is None:
                 lost.append(index)
@@ -104,23 +103,15 @@ class Metrics:
     def _recorded(self, log: Any) -> _Result | None:
         """Return the result that a log is, if a metric has given it."""
         origin = _origin(log)
-        for result in self._results:
-            has_its_origin = origin is not None and origin == _origin(result.tensor)
-            if result.tensor is log or has_its_origin:
-                return result
-        return None
+        return next((result for result in self._results if _origin(result.tensor) is origin), None)
 
     def _results_behind(self, log: Any) -> list[_Result]:
         """Return the results from which a graph computes a log."""
         if not tf.is_symbolic_tensor(log):
             return []
-        behind = {(tensor.graph, tensor.name) for tensor in compat.walk([log], _sources)}
-        results = []
-        for result in self._results:
-            tensor = result.tensor
-            if tf.is_symbolic_tensor(tensor) and (tensor.graph, tensor.name) in behind:
-                results.append(result)
-        return results
+        # Tensors of several graphs may have one name.
+        behind = set(map(id, compat.walk([log], _sources, key=id)))
+        return [result for result in self._results if id(result.tensor) in behind]
 
     def _record(self, compute: Callable[[], Any]) -> Any:
         if tf.executing_eagerly() and self._step.is_custom:
@@ -269,17 +260,18 @@ def _refuse_reset(name: str, reset_state: Callable[[], None]) -> None:
     )
 
 
-def _origin(tensor: Any) -> tuple[Any, str] | None:
-    """Return graph and name of a tensor, behind functions and the identities through which AutoGraph returns values."""
-    if not isinstance(tensor, tf.Tensor) or not tf.is_symbolic_tensor(tensor):
-        return None
-    while True:
+def _origin(tensor: Any) -> Any:
+    """Return a tensor of a graph behind functions and identities, through which AutoGraph returns values; what else a
+    log may be, as it is.
+    """
+    while isinstance(tensor, tf.Tensor) and tf.is_symbolic_tensor(tensor):
+        sources = _outputs_of_function(tensor)
         if tensor.op.type == "Identity":
-            tensor = tensor.op.inputs[0]
-        elif of_function := _outputs_of_function(tensor):
-            [tensor] = of_function
-        else:
-            return tensor.graph, str(tensor.name)
+            sources = [tensor.op.inputs[0]]
+        if not sources:
+            break
+        [tensor] = sources
+    return tensor
 
 
 def _outputs_of_function(tensor: Any) -> list:
