@@ -16,7 +16,7 @@ from typing import Any, Callable
 import tensorflow as tf
 
 from npu_device._src import compat
-from npu_device._src.collectives.graph import differentiable
+from npu_device._src.collectives.agreed_engine import differentiable_move
 from npu_device._src.threads import ThreadSwitch
 from npu_device._src.world.share import Share
 
@@ -107,12 +107,12 @@ class CurrentStep:
         if not is_dense or not tensor.dtype.is_floating:
             return tensor
 
-        def backward(upstream: tf.Tensor) -> list[tf.Tensor]:
+        def backward(upstream: tf.Tensor) -> tf.Tensor:
             if self.with_weighted_loss or self.sums.are_all:
-                return [upstream]
-            return [by_fraction(upstream, tf.cast(self.fraction, upstream.dtype))]
+                return upstream
+            return by_fraction(upstream, tf.cast(self.fraction, upstream.dtype))
 
-        return differentiable([tf.identity(tensor)], backward, [tensor])[0]
+        return differentiable_move(tf.identity(tensor), backward, tensor)
 
 
 def current_step() -> CurrentStep | None:
