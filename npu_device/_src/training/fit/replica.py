@@ -268,11 +268,10 @@ class Arguments:
         self._args = list(args)
         self._kwargs = kwargs
         self._parameters = inspect.signature(method).parameters
-        parameters = self._parameters.values()
-        self._kinds = {parameter.kind for parameter in parameters}
+        self._kinds = {parameter.kind for parameter in self._parameters.values()}
         by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         self._in_order = [
-            parameter.name for parameter in parameters if parameter.kind in by_position
+            name for name, parameter in self._parameters.items() if parameter.kind in by_position
         ]
         # Positional arguments are passed on in the order of Keras.
         if inspect.Parameter.VAR_POSITIONAL in self._kinds:
@@ -280,25 +279,14 @@ class Arguments:
 
     def get(self, name: str) -> Any:
         """Return an argument; None without it."""
-        position = self._position(name)
-        if position is None:
-            return self._kwargs.get(name)
-        return self._args[position]
+        return {**self._kwargs, **dict(zip(self._in_order, self._args))}.get(name)
 
     def set(self, name: str, argument: Any) -> None:
         """Replace or add an argument; nothing happens if the method takes none of that name."""
-        position = self._position(name)
-        if position is not None:
-            self._args[position] = argument
+        if name in self._in_order[: len(self._args)]:
+            self._args[self._in_order.index(name)] = argument
         elif name in self._parameters or inspect.Parameter.VAR_KEYWORD in self._kinds:
             self._kwargs[name] = argument
-
-    def _position(self, name: str) -> int | None:
-        """Return the position of an argument that is passed by position; None for any other."""
-        names = self._in_order[: len(self._args)]
-        if name not in names:
-            return None
-        return names.index(name)
 
     def call(self) -> Any:
         """Call the method with these arguments."""
