@@ -251,15 +251,6 @@ def _not_trained(layer: Any) -> list:
         return []
 
 
-def declared_outputs(model: Any) -> list:
-    """Return the symbolic outputs of a functional or sequential model; none of another, or with a call of its own."""
-    if not belongs_to_keras(type(model).call):
-        return []
-    return [
-        output for output in tf.nest.flatten(getattr(model, "outputs", None)) if output is not None
-    ]
-
-
 def steps_per_call(model: Any) -> int:
     """Return how many batches a function of the model takes at a time (``steps_per_execution``), now."""
     # In tf-keras this is a variable, which is set lower at the end of an epoch.

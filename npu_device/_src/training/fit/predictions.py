@@ -52,11 +52,6 @@ def _have_rows(context: StepContext, batch: Any, share: Share, leaves: list) -> 
         # What is known without the number of samples doesn't depend on it.
         return all(map(_is_of_any_length, leaves))
     # By chance, a fixed length may equal the length of a share, on some ranks only: a share's shapes tell nothing.
-    declared = []
-    if not context.is_custom:
-        declared = compat.declared_outputs(context.model)
-    if declared and all(map(_is_of_any_length, declared)):
-        return True
     spec = tf.nest.map_structure(spec_of_any_length, batch)
     key = repr(spec)
     if key not in context.predicts_rows:
