@@ -52,8 +52,11 @@ class RandomNumbers:
 
     def make_common(self, share: Any, model_weights: Sequence) -> list[Draw]:
         """Give all ranks the same numbers where a traced step draws once for the whole batch; return its draws."""
+        if self._graph is None and self._state == compat.random_state():
+            return []
         if self._graph is None:
-            return self._eager_draws()
+            # All that an eager step took from TensorFlow's own state.
+            return [Draw("tf.random", is_stateful=True, common=EAGER)]
         leaves = tf.nest.flatten(share, expand_composites=True)
         samples = [leaf for leaf in leaves if tf.is_tensor(leaf)]
         weight_shapes = {tuple(weight.shape) for weight in model_weights}
@@ -62,12 +65,6 @@ class RandomNumbers:
             if draw.common:
                 self._make_common(draw)
         return draws
-
-    def _eager_draws(self) -> list[Draw]:
-        """Return a draw for all that an eager step took from TensorFlow's own state, if it did."""
-        if self._state == compat.random_state():
-            return []
-        return [Draw("tf.random", is_stateful=True, common=EAGER)]
 
     def _make_common(self, draw: Draw) -> None:
         """Take the rank out of a draw again."""

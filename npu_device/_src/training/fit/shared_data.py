@@ -35,10 +35,11 @@ def split(arguments: _Arguments) -> None:
     can_be_cut = all(isinstance(array, (np.ndarray, tf.Tensor)) for array in arrays)
     if not can_be_cut or not any(map(is_shared, arrays)):
         return
-    length = min(len(array) for array in arrays)
+    lengths = set(map(len, arrays))
+    length = min(lengths)
     border = math.floor(length * (1.0 - fraction))
     # Left to Keras, which raises errors for an empty part and for arrays of different lengths.
-    if not 0 < border < length or any(len(array) != length for array in arrays):
+    if not 0 < border < length or len(lengths) > 1:
         return
 
     def part(start: int, end: int) -> list:

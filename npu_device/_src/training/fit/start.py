@@ -105,15 +105,14 @@ def synchronise(world: World, model: Any, training: bool, root_rank: int = 0) ->
     # An eager model's layers may keep tensors of their last call, which are of the rank's share.
     constants = not getattr(model, "run_eagerly", False)
     require_same_state(world, compat.all_layers(model), constants)
-    model_variables = training_state.common(model, compat.variables_of(model))
-    variables = [variable for variable in model_variables if not compat.is_vocabulary(variable)]
+    variables = training_state.common(model, compat.variables_of(model))
     variables += training_state.loose_variables(model)
     if training:
         variables += training_state.optimizer_state(model)
-    # Strings are words of a vocabulary, which no step changes.
     numeric = []
     for variable in compat.unique(variables):
-        if tf.as_dtype(variable.dtype) != tf.string:
+        # Strings are words of a vocabulary, which no step changes.
+        if not compat.is_vocabulary(variable) and tf.as_dtype(variable.dtype) != tf.string:
             numeric.append(variable)
     assign_training_state(world, numeric, root_rank)
 

@@ -43,7 +43,7 @@ class WeightedReducer(GradientReducer):
 
     def begin(self, optimizer: Any, variables: Iterable) -> None:
         """Make the ranks begin with the same variables, unless ``fit`` has done so."""
-        if current_step() is None and not only_building.is_on:
+        if current_step() is None:
             super().begin(optimizer, variables)
 
     def _has_equal_start(self) -> bool:
