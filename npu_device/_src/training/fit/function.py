@@ -48,14 +48,6 @@ class ReplicaState:
     root_rank = 0
     _is_reported = False
 
-    def prepare(self, mode: str) -> None:
-        """Set what must be set before Keras makes a function."""
-        xla.leave_call(self.model)
-        start.keep_steps_per_execution(self.world, self.model)
-        if mode == "train":
-            for optimizer in training_state.optimizers(self.model):
-                replicate_optimizer(optimizer, self.world, self.shard_optimizer)
-
     def report(self, rows: int | None, checked: str) -> None:
         """Print the statement at the start, once; ``rows`` are those of the first batch, None of own data."""
         if self._is_reported:
@@ -107,7 +99,11 @@ class Function(StepContext):
 
     def make(self, force: bool = False) -> Callable:
         """Make the function of the model, unless it is there; Keras calls this at the beginning of each ``fit``."""
-        self._state.prepare(self.mode)
+        xla.leave_call(self.model)
+        start.keep_steps_per_execution(self.world, self.model)
+        if self.mode == "train":
+            for optimizer in training_state.optimizers(self.model):
+                replicate_optimizer(optimizer, self.world, self._state.shard_optimizer)
         called_by_keras = getattr(self.model, self._name)
         # ``compile`` drops the function, so that a new one is made after it.
         if getattr(called_by_keras, INNER, called_by_keras) is self and not force:

@@ -122,7 +122,7 @@ class Replica:
             was_in_fit = self.state.in_fit
             self.state.in_fit = True
             try:
-                with silent(self.world, self.model, callbacks):
+                with silent(self.world, callbacks):
                     history = arguments.call()
             finally:
                 self.state.in_fit = was_in_fit
@@ -153,7 +153,7 @@ class Replica:
             arguments = self._arguments(function, own_method, args, kwargs)
             passed = arguments.get("callbacks")
             if passed is not None:
-                arguments.set("callbacks", without_writing(self.world, self.model, passed))
+                arguments.set("callbacks", without_writing(self.world, passed))
             if self.state.in_fit:
                 return self._call_in_fit(function, arguments, source)
             shared_data.pass_as_tensors(self.world, self.model, arguments)
@@ -316,10 +316,9 @@ def callbacks_of_rank(
     world: World, model: Any, callbacks: Any, compare_batches: Callable[[], None]
 ) -> Any:
     """Return the callbacks of ``fit`` on this rank: those that write only on rank 0, and one where the ranks meet."""
-    keras = compat.keras_of(model)
-    kept = list(_listed(without_writing(world, model, callbacks)))
+    kept = list(_listed(without_writing(world, callbacks)))
     for callback in _listed(callbacks):
-        if _is_one_of(("ModelCheckpoint",), callback, keras):
+        if _is_one_of(("ModelCheckpoint",), callback):
             # Keras 3 would make the directory on all ranks at once; one of them fails.
             directory = os.path.dirname(str(callback.filepath))
             # Keras fills in fields at the end of an epoch, and a URL is no directory.
@@ -349,7 +348,7 @@ def callbacks_of_rank(
 
     # A class of Keras, since TensorFlow never frees the class of an object in a list that it was given
     # (``CachedTypeCheck`` in tensorflow/python/util/util.cc), nor what its methods refer to.
-    with_calls = keras.callbacks.LambdaCallback
+    with_calls = compat.keras_of(model).callbacks.LambdaCallback
     # Before callbacks write files, all ranks get the gradients that they have added up.
     kept.insert(0, with_calls(on_epoch_end=settle_gradients))
     meeting = with_calls(on_train_begin=agree_on_first_epoch, on_epoch_end=meet)
@@ -359,12 +358,11 @@ def callbacks_of_rank(
     return _list_with([*kept, meeting], callbacks)
 
 
-def without_writing(world: World, model: Any, callbacks: Any) -> Any:
+def without_writing(world: World, callbacks: Any) -> Any:
     """Return what a script passes as callbacks, on ranks but 0 without those that write."""
     if world.is_main:
         return callbacks
-    keras = compat.keras_of(model)
-    kept = [each for each in _listed(callbacks) if not _is_one_of(_WRITE, each, keras)]
+    kept = [each for each in _listed(callbacks) if not _is_one_of(_WRITE, each)]
     return _list_with(kept, callbacks)
 
 
@@ -388,22 +386,21 @@ def _listed(callbacks: Any) -> Sequence:
     return [callbacks]
 
 
-def silent(world: World, model: Any, callbacks: Any) -> Replaced:
+def silent(world: World, callbacks: Any) -> Replaced:
     """Let only rank 0 print what Keras's callbacks decide, until what is returned closes."""
     silenced = Replaced()
     # All ranks decide alike, so that it is enough if one of them warns.
     if not world.is_main:
-        keras = compat.keras_of(model)
-        for callback in getattr(callbacks, "callbacks", callbacks):
-            if _is_one_of(_SPEAK, callback, keras):
+        for callback in _listed(callbacks):
+            if _is_one_of(_SPEAK, callback):
                 silenced.keep(callback, "verbose")
                 callback.verbose = 0
     return silenced
 
 
-def _is_one_of(names: Sequence[str], callback: Any, keras: Any) -> bool:
-    classes = [getattr(keras.callbacks, name, None) for name in names]
-    return isinstance(callback, tuple(filter(None, classes)))
+def _is_one_of(names: Sequence[str], callback: Any) -> bool:
+    classes = filter(compat.belongs_to_keras, type(callback).__mro__)
+    return any(keras_class.__name__ in names for keras_class in classes)
 
 
 def _require_equal_rates(world: World, rates: Sequence[list[float]]) -> None:
