@@ -56,15 +56,19 @@ class Losses:
             return losses
         # Keras's losses with ignore_class attach this mask to their values.
         loss_mask = getattr(losses, "_keras_mask", None)
-        masks = [_mask_of(y_pred), loss_mask]
-        mask = _all_of(masks)
+        present = [mask for mask in (_mask_of(y_pred), loss_mask) if mask is not None]
+        flags: list = [tf.cast(mask, tf.bool) for mask in present]
+        mask = functools.reduce(tf.logical_and, flags or [None])
         loss.reduction = reduction
         if reduction in ("sum", "none", None):
             scaled = self._of_the_whole(losses, 1.0)
         else:
             denominator = self._denominator(reduction, mask, losses)
             if denominator is None:
-                return self._mean_of_samples(name, losses)
+                # A function of the script may have added up the samples itself, and returned one number.
+                if losses.shape.rank == 0 and self._step.register_number(name, losses):
+                    return self._of_the_whole(losses, 1.0)
+                return losses
             # Keras would divide by the number of valid values on this rank, which may be 0.
             loss.reduction = "sum"
             scaled = self._of_the_whole(losses, denominator)
@@ -72,12 +76,6 @@ class Losses:
             # Put back for Keras to read, since arithmetic drops such attributes.
             scaled._keras_mask = loss_mask
         return scaled
-
-    def _mean_of_samples(self, name: str, losses: tf.Tensor) -> tf.Tensor:
-        # A function of the script may have added up the samples itself, and returned one number.
-        if losses.shape.rank == 0 and self._step.register_number(name, losses):
-            return self._of_the_whole(losses, 1.0)
-        return losses
 
     def _add_loss(
         self, name: str, add_loss: Callable, losses: Any, *args: Any, **kwargs: Any
@@ -90,9 +88,7 @@ class Losses:
         return self._of_the_whole(regularizer(outputs), 1.0)
 
     def _scaled_if_sum(self, name: str, loss: Any) -> Any:
-        if not tf.is_tensor(loss):
-            return loss
-        if self._register_loss(name, loss):
+        if tf.is_tensor(loss) and self._register_loss(name, loss):
             return self._of_the_whole(loss, 1.0)
         return loss
 
@@ -159,15 +155,6 @@ class Losses:
     def _sum_of_all_ranks(self, counts: Any) -> tf.Tensor:
         total = tf.reduce_sum(tf.cast(counts, tf.float64))
         return self._step.world.sum_over_ranks(total * self._step.sum_factor)
-
-
-def _all_of(masks: list) -> tf.Tensor | None:
-    """Return where all masks that aren't None are true; None without any."""
-    present = [mask for mask in masks if mask is not None]
-    if not present:
-        return None
-    flags = [tf.cast(mask, tf.bool) for mask in present]
-    return functools.reduce(tf.logical_and, flags)
 
 
 def _compute_with_masks(compute_loss: Callable, *args: Any, **kwargs: Any) -> Any:
