@@ -5,6 +5,7 @@ Others, such as a mean over the batch or a table, don't follow from what the ran
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import tensorflow as tf
@@ -55,17 +56,12 @@ def _have_rows(context: StepContext, batch: Any, share: Share, leaves: list) -> 
     spec = tf.nest.map_structure(spec_of_any_length, batch)
     key = repr(spec)
     if key not in context.predicts_rows:
-        context.predicts_rows[key] = _traced_with_rows(context, spec)
-    return context.predicts_rows[key]
-
-
-def _traced_with_rows(context: StepContext, spec: Any) -> bool:
-    try:
-        outputs = training_state.trace_step(context.model, context.own_step, spec)
-    except Exception:
+        context.predicts_rows[key] = False
         # A step that needs the number of samples can have the whole batch.
-        return False
-    return all(map(_is_of_any_length, tf.nest.flatten(outputs)))
+        with contextlib.suppress(Exception):
+            outputs = training_state.trace_step(context.model, context.own_step, spec)
+            context.predicts_rows[key] = all(map(_is_of_any_length, tf.nest.flatten(outputs)))
+    return context.predicts_rows[key]
 
 
 def _is_of_any_length(output: Any) -> bool:
