@@ -72,7 +72,6 @@ class Function(StepContext):
 
     def __init__(self, state: ReplicaState, mode: str) -> None:
         super().__init__(state.world, state.model, mode, getattr(state.model, f"{mode}_step"))
-        self.after_draws = self._make_draws_common
         self.source: Any = None
         self.is_first_call = True
         self._state = state
@@ -141,7 +140,7 @@ class Function(StepContext):
                 raise RuntimeError(f"{type(error).__name__}: {error}\n{_TRACED}") from error
             raise
 
-    def _make_draws_common(self, numbers: RandomNumbers, share: Share) -> None:
+    def after_draws(self, numbers: RandomNumbers, share: Share) -> None:
         """Let all ranks have the same draws for the whole batch, and report once on all draws."""
         draws = numbers.make_common(share.data, training_state.weights(self.model))
         if draws and not self._has_drawn:

@@ -13,9 +13,6 @@ from npu_device._src.world.current_step import Sums
 from npu_device._src.world.share import Share
 
 
-def _ignore(numbers: RandomNumbers, share: Share) -> None: ...
-
-
 # Contexts are compared by identity, as Keras tells functions apart.
 @dataclass(eq=False)
 class StepContext:
@@ -31,7 +28,6 @@ class StepContext:
         has_own_data: each rank reads its own rows: ``divided``, a pipeline, a Sequence with ``rows``. The
             batches have tags (``share.is_tagged``).
         predicts_rows: by the type of a batch, whether all outputs of ``predict`` have rows for the samples.
-        after_draws: called with the random numbers that a step has drawn, and its share.
     """
 
     world: Any
@@ -43,8 +39,10 @@ class StepContext:
     batches_from_root: bool = False
     has_own_data: bool = False
     predicts_rows: dict[str, bool] = field(default_factory=dict)
-    after_draws: Callable[[RandomNumbers, Share], None] = _ignore
     known_objects: Optional[ModelObjects] = None
+
+    def after_draws(self, numbers: RandomNumbers, share: Share) -> None:
+        """Take note of the random numbers that a step has drawn, and its share."""
 
     @property
     def is_custom(self) -> bool:
