@@ -8,9 +8,8 @@ each sample (``metric_functions``).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Callable
+from typing import Any, Callable, NamedTuple
 
 import tensorflow as tf
 
@@ -24,8 +23,7 @@ METRIC = "metric"
 """How the names of numbers given to metrics begin; see ``CurrentStep.is_sum``."""
 
 
-@dataclass(frozen=True)
-class _Result:
+class _Result(NamedTuple):
     """A result that a step has asked a metric for; ``compute`` returns it again, with the updates of all ranks."""
 
     tensor: Any

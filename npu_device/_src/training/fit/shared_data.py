@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 from typing import Any, Protocol
 
 import numpy as np
@@ -69,8 +70,7 @@ def pass_as_tensors(world: World, model: Any, arguments: _Arguments) -> bool:
             tensors = [_tensor(world, model, leaf, name) for leaf in leaves]
             arguments.set(name, tf.nest.pack_sequence_as(given, tensors))
         if name != "validation_data" and given is not None:
-            pairs = zip(leaves, tensors)
-            are_all_shared &= all(is_shared(leaf) and tensor is not leaf for leaf, tensor in pairs)
+            are_all_shared &= all(map(operator.is_not, leaves, tensors))
     return are_all_shared
 
 

@@ -38,15 +38,13 @@ def npu_compat_function(func: Callable | None = None, **kwargs: Any) -> Any:
     global _warned
     import tensorflow as tf
 
-    asked = [flag for flag in _XLA_FLAGS if kwargs.get(flag)]
+    asked = [flag for flag in _XLA_FLAGS if kwargs.pop(flag, None)]
     if asked and not _warned:
         _warned = True
         _log.warning(
             "npu_compat_function ignores %s; use tf.function to compile with XLA",
             " and ".join(asked),
         )
-    for flag in _XLA_FLAGS:
-        kwargs.pop(flag, None)
     return tf.function(func, **kwargs)
 
 
