@@ -100,7 +100,7 @@ def _batch_to_use(context: StepContext, batch: Any) -> Any:
         return batch
     # Parts of sparse and ragged tensors are sent like others.
     leaves = tf.nest.flatten(batch, expand_composites=True)
-    tensors = [leaf for leaf in leaves if leaf is not None]
+    tensors = [tf.convert_to_tensor(leaf) for leaf in leaves if leaf is not None]
     arrived = iter(_from_root(context.world, tensors))
     for position, leaf in enumerate(leaves):
         if leaf is not None:
