@@ -171,14 +171,13 @@ class Loops:
             count = tf.reshape(tf.cast(samples, sums.dtype), [1])
             joined = tf.concat([sums, count], 0)
             copy = tf.identity(joined)
-            sent = differentiable_move(copy, lambda upstream: upstream / factor(), joined)
+            sent = differentiable_move(copy, lambda up: up / factor(), joined)
             total = world.sum_over_ranks(sent)
             fraction = tf.stop_gradient(tf.math.divide_no_nan(count, total[-1:]))
             factor = self._loss_factor(fraction, world)
             copy_of_total = tf.identity(total)
-            return differentiable_move(
-                copy_of_total, lambda upstream: upstream * factor(), total
-            )[:-1]
+            received = differentiable_move(copy_of_total, lambda up: up * factor(), total)
+            return received[:-1]
 
         return exchange
 
