@@ -21,7 +21,7 @@ from npu_device._src.training.opening import device
 from npu_device._src.training.opening.current_world import world_unless_child
 from npu_device._src.training.watching.digests import named
 from npu_device._src.training.watching.session_ends import compare_at_end
-from npu_device._src.world.world import World, value_of
+from npu_device._src.world.world import value_of
 
 _log = logging.getLogger("npu_device")
 _UNREDUCED = (
@@ -59,27 +59,12 @@ def broadcast_global_variables(root_rank: int = 0, index: Any = None) -> Any:
     world = world_unless_child()
     if world is None or not strings:
         return sent
-    return tf.group(sent, *(_strings_from_root(world, variable, root_rank) for variable in strings))
+    of_root = world.from_root_of_any_size(list(map(value_of, strings)), root_rank)
+    return tf.group(sent, *(variable.assign(text) for variable, text in zip(strings, of_root)))
 
 
 def _holds_strings(variable: Any) -> bool:
     return bool(variable.dtype.base_dtype == tf.string)
-
-
-def _strings_from_root(world: World, variable: Any, root_rank: int) -> Any:
-    """Return the operation that sets a variable of strings to those of the root. They travel as bytes."""
-    content = tf.io.decode_raw(tf.io.serialize_tensor(value_of(variable)), tf.uint8)
-    [length] = world.from_root([tf.size(content)], root_rank)
-    # The ranks have to pass the same shape, and strings of others may be longer or shorter.
-    if world.rank != root_rank:
-        content = tf.zeros([length], tf.uint8)
-    # A session runs only what it needs, and the root doesn't need the length.
-    with tf.control_dependencies([length]):
-        [sent] = world.from_root([tf.identity(content)], root_rank)
-    letters = tf.constant([bytes([code]) for code in range(256)])
-    joined = tf.strings.reduce_join(tf.gather(letters, tf.cast(sent, tf.int32)))
-    strings = tf.io.parse_tensor(joined, tf.string)
-    return variable.assign(tf.ensure_shape(strings, variable.shape))
 
 
 class NPUBroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):

@@ -42,6 +42,27 @@ class World:
     def from_root(self, tensors: Sequence[tf.Tensor], root_rank: int = 0) -> list[tf.Tensor]:
         return broadcast(self.job, list(tensors), root_rank, self.group)
 
+    def from_root_of_any_size(
+        self, tensors: Sequence[tf.Tensor], root_rank: int = 0
+    ) -> list[tf.Tensor]:
+        """Return the root's tensors, whose sizes are sent first; also strings. Those of the others are ignored, but for
+        their dtypes and numbers of dimensions.
+        """
+        sent = list(map(_encoded, tensors))
+        # With 64 bits, since objects may be larger than 2 GiB.
+        own_sizes = tf.concat([tf.shape(tensor, tf.int64) for tensor in sent], axis=0)
+        [sizes] = self.from_root([own_sizes], root_rank)
+        if self.rank != root_rank:
+            sizes_of_tensors = tf.split(sizes, [tensor.shape.rank for tensor in sent])
+            for position, size in enumerate(sizes_of_tensors):
+                tensor = sent[position]
+                sent[position] = _shaped_like(tensor, tf.zeros(size, tensor.dtype))
+        elif not tf.executing_eagerly():
+            # A session runs only what it needs, and the root doesn't need the sizes.
+            with tf.control_dependencies([sizes]):
+                sent = list(map(tf.identity, sent))
+        return list(map(_decoded, tensors, self.from_root(sent, root_rank)))
+
     def object_from_root(self, value: Any, root_rank: int = 0) -> Any:
         """Return the Python object of the root, also while a graph is built; those of the other ranks are ignored."""
         with compat.eager_mode():
@@ -51,13 +72,7 @@ class World:
             if sends:
                 content = packed(value, trusted)
             array = np.frombuffer(content, np.uint8)
-            # The length is sent first, as the other ranks have to know the shape; with 64 bits, since objects may be
-            # larger than 2 GiB.
-            own_length = np.int64(len(array))
-            [length] = self.from_root([tf.constant(own_length)], root_rank)
-            if not sends:
-                array = np.zeros(int(length), np.uint8)
-            [sent] = self.from_root([tf.constant(array)], root_rank)
+            [sent] = self.from_root_of_any_size([tf.constant(array)], root_rank)
             received = None
             # Read by the root, too, so that what can't be sent is an error on all ranks.
             if not sends or not trusted:
@@ -87,6 +102,35 @@ class World:
         """Wait for the other ranks: at once in the graph of a session, and in a ``tf.function`` whenever it runs."""
         with at_once_in_session():
             barrier(self.job, self.group)
+
+
+def _is_sent_as_it_is(tensor: tf.Tensor) -> bool:
+    return tensor.dtype != tf.string and tensor.shape.rank is not None
+
+
+def _encoded(tensor: tf.Tensor) -> tf.Tensor:
+    if _is_sent_as_it_is(tensor):
+        return tensor
+    return tf.io.decode_raw(tf.io.serialize_tensor(tensor), tf.uint8)
+
+
+def _decoded(own: tf.Tensor, encoded: tf.Tensor) -> tf.Tensor:
+    """Return what was sent in place of an own tensor."""
+    if _is_sent_as_it_is(own):
+        return encoded
+    # No operation makes a string of numbers, so that each byte is looked up.
+    characters = tf.constant([bytes([code]) for code in range(256)])
+    codes = tf.cast(encoded, tf.int32)
+    text = tf.strings.reduce_join(tf.gather(characters, codes))
+    return _shaped_like(own, tf.io.parse_tensor(text, own.dtype))
+
+
+def _shaped_like(own: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
+    """Return a tensor that stands for an own one with the shape that a graph knows of that."""
+    # An eager tensor has the shape of its own batch, and that of the root may have another one.
+    if tf.executing_eagerly():
+        return tensor
+    return tf.ensure_shape(tensor, own.shape)
 
 
 def value_of(variable: Any) -> tf.Tensor:

@@ -101,53 +101,12 @@ def _batch_to_use(context: StepContext, batch: Any) -> Any:
     # Parts of sparse and ragged tensors are sent like others.
     leaves = tf.nest.flatten(batch, expand_composites=True)
     tensors = [tf.convert_to_tensor(leaf) for leaf in leaves if leaf is not None]
-    arrived = iter(_from_root(context.world, tensors))
+    # A smaller batch may come at another step on each rank.
+    arrived = iter(context.world.from_root_of_any_size(tensors))
     for position, leaf in enumerate(leaves):
         if leaf is not None:
             leaves[position] = next(arrived)
     return tf.nest.pack_sequence_as(batch, leaves, expand_composites=True)
-
-
-def _from_root(world: World, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Return rank 0's tensors, whose sizes are sent first: a smaller batch may come at another step on each rank."""
-    sent = list(map(_encoded, tensors))
-    own_sizes = tf.concat([tf.shape(tensor) for tensor in sent], axis=0)
-    [sizes] = world.from_root([own_sizes])
-    if not world.is_main:
-        sizes_of_tensors = tf.split(sizes, [tensor.shape.rank for tensor in sent])
-        for position, size in enumerate(sizes_of_tensors):
-            tensor = sent[position]
-            sent[position] = _shaped_like(tensor, tf.zeros(size, tensor.dtype))
-    return list(map(_decoded, tensors, world.from_root(sent)))
-
-
-def _is_sent_as_it_is(tensor: tf.Tensor) -> bool:
-    return tensor.dtype != tf.string and tensor.shape.rank is not None
-
-
-def _encoded(tensor: tf.Tensor) -> tf.Tensor:
-    if _is_sent_as_it_is(tensor):
-        return tensor
-    return tf.io.decode_raw(tf.io.serialize_tensor(tensor), tf.uint8)
-
-
-def _decoded(own: tf.Tensor, encoded: tf.Tensor) -> tf.Tensor:
-    """Return what was sent in place of an own tensor."""
-    if _is_sent_as_it_is(own):
-        return encoded
-    # No operation makes a string of numbers, so that each byte is looked up.
-    characters = tf.constant([bytes([code]) for code in range(256)])
-    codes = tf.cast(encoded, tf.int32)
-    text = tf.strings.reduce_join(tf.gather(characters, codes))
-    return _shaped_like(own, tf.io.parse_tensor(text, own.dtype))
-
-
-def _shaped_like(own: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
-    """Tell a graph the shape of a tensor that stands for an own one."""
-    # An eager tensor has the shape of its own batch, and rank 0's may have another one.
-    if not tf.executing_eagerly():
-        tensor.set_shape(own.shape)
-    return tensor
 
 
 # The share of this rank, and the step on it
