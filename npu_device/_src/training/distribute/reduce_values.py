@@ -80,21 +80,22 @@ def all_reduce(
     world = current_world(group)
     if world is None:
         return values
-    tensors = list(map(_to_tensor, tf.nest.flatten(values)))
-    # A single tensor is a loss or a count; gradients come as a list.
-    may_be_gradients = tf.nest.is_nested(values) and reduction in ("mean", "sum")
+    leaves = tf.nest.flatten(values)
+    tensors = list(map(_to_tensor, leaves))
+    adds_up = reduction in ("mean", "sum")
     step = current_step()
     # The shares of a batch are for all ranks: within another group, they don't matter.
     if step is not None and group == WORLD_GROUP:
-        if reduction in ("mean", "sum"):
+        if adds_up:
             reduced = _reduce_weighted(step, tensors, options)
         else:
             reduced = step.world.reduce(tensors, options)
-    elif may_be_gradients:
-        reduced = reduce_by_hand(world, tf.nest.flatten(values), tensors, options)
+    # A single tensor is a loss or a count; gradients come as a list.
+    elif adds_up and tf.nest.is_nested(values):
+        reduced = reduce_by_hand(world, leaves, tensors, options)
     else:
         reduced = world.reduce(tensors, options)
-        watch_reduction(world, tf.nest.flatten(values), tensors, reduced, options)
+        watch_reduction(world, leaves, tensors, reduced, options)
     return tf.nest.pack_sequence_as(values, reduced)
 
 

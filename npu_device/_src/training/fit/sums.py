@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections import ChainMap
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -57,10 +58,8 @@ class CheckedStep(NamedTuple):
 
 def set_sums(context: StepContext, sums_of_ranks: Sequence[IsSum]) -> None:
     """Take numbers for sums or means of which the ranks have found this; if they differ, as the first of them has."""
-    numbers = {}
-    # The first rank is the last to update, so that it decides where the ranks differ.
-    for sums in reversed(sums_of_ranks):
-        numbers.update(sums)
+    # The first rank that has found a number decides.
+    numbers = dict(ChainMap(*sums_of_ranks))
     reducers = dict(_reducers(context))
     adding = {reducer for name, reducer in reducers.items() if numbers.get(name)}
     are_all = bool(adding) and adding == set(reducers.values())
