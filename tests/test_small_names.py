@@ -24,7 +24,7 @@ from npu_device.utils import scope
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each test begins as a new process would."""
     modes.forget_loop_size()
-    small_names.forget_warning()
+    monkeypatch.setattr(small_names, "_warned", False)
     monkeypatch.delenv("NPU_LOOP_SIZE", raising=False)
 
 

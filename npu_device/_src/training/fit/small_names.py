@@ -13,12 +13,6 @@ _XLA_FLAGS = ("jit_compile", "experimental_compile")
 _warned = False
 
 
-def forget_warning() -> None:
-    """Let the next function with XLA's flags warn again."""
-    global _warned
-    _warned = False
-
-
 def npu_compat_function(func: Callable | None = None, **kwargs: Any) -> Any:
     """Compile a function as ``tf.function`` does, without the flags that ask for XLA.
 
