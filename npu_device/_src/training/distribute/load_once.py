@@ -119,15 +119,14 @@ class _LoadCall:
 
     def publish(self, function: Callable, arguments: tuple) -> None:
         """Run the function, and tell the others where its result is, or its error."""
-        key = self._key_of(self.loading_rank)
         try:
             note = self._note_of(function(*arguments))
-        except BaseException as error:
-            # The other ranks wait for the note, also after an error.
-            text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-            self.control.set(key, json.dumps({"error": text.rstrip()}))
+        except BaseException:
+            note = {"error": traceback.format_exc().rstrip()}
             raise
-        self.control.set(key, json.dumps(note))
+        finally:
+            # The other ranks wait for the note, also after an error.
+            self.control.set(self._key_of(self.loading_rank), json.dumps(note))
 
     def _note_of(self, result: Any) -> dict[str, Any]:
         """Put a result into memory, and return the note that tells where."""

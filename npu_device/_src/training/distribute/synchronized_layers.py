@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from npu_device._src import compat
 from npu_device._src.collectives import job as jobs
+from npu_device._src.collectives.dtypes import sum_dtype
 from npu_device._src.collectives.group import WORLD_GROUP
 from npu_device._src.gradients.reduction import dense_of
 from npu_device._src.training.distribute.normalization import (
@@ -135,9 +136,7 @@ class SynchronizedLayers:
 
         def of_all_ranks(own: tf.Tensor) -> tf.Tensor:
             # Summed in 32 bits, since 16-bit floats would be infinite, or lose the numbers of samples.
-            wide = own
-            if own.dtype.size < 4:
-                wide = tf.cast(own, tf.float32)
+            wide = tf.cast(own, sum_dtype(own.dtype))
             # In a step of ``fit``, a rank without samples works on rows that don't count.
             wide *= tf.cast(sum_factor(), wide.dtype)
             exchanged = exchange(tf.reshape(wide, [-1]))

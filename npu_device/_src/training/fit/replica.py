@@ -343,14 +343,12 @@ def callbacks_of_rank(
         _require_equal_rates(world, [rates for _, rates in reports])
         compare_batches()
 
-    def settle_gradients(*_: Any) -> None:
-        settle(training_state.optimizer_state(model))
-
     # A class of Keras, since TensorFlow never frees the class of an object in a list that it was given
     # (``CachedTypeCheck`` in tensorflow/python/util/util.cc), nor what its methods refer to.
     with_calls = compat.keras_of(model).callbacks.LambdaCallback
     # Before callbacks write files, all ranks get the gradients that they have added up.
-    kept.insert(0, with_calls(on_epoch_end=settle_gradients))
+    settling = with_calls(on_epoch_end=lambda *_: settle(training_state.optimizer_state(model)))
+    kept.insert(0, settling)
     meeting = with_calls(on_train_begin=agree_on_first_epoch, on_epoch_end=meet)
     if hasattr(callbacks, "callbacks"):
         # Keras hands the model to callbacks when it makes the list, which has been done.
