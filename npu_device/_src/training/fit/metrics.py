@@ -135,7 +135,7 @@ class Metrics:
         """Update a ``Mean`` or ``Sum``: the ranks' increments are added up, as far as they have samples."""
         are_sums = numbers_given(self._step, name, args, kwargs)
         number, sample_weight = _number_and_sample_weight(*args, **kwargs)
-        tensor = _as_tensor(number)
+        tensor = compat.to_tensor(number)
         dtype = tf.float32
         if tensor.dtype.is_floating:
             dtype = tensor.dtype
@@ -143,11 +143,13 @@ class Metrics:
         if tensor.shape.rank == 0:
             sum_args, sum_kwargs = are_sums
             number_is_sum, weight_is_sum = _number_and_sample_weight(*sum_args, **sum_kwargs)
-            # A sample weight that is a sum over the samples, or isn't known, is summed over the ranks as it is.
-            is_weighted = sample_weight is None or weight_is_sum is False
             # A mean counts by the samples of this rank in one number for the whole batch; a sum only if it gets a mean.
-            if is_weighted and (is_mean or number_is_sum is False):
-                sample_weight = _weighted(sample_weight, fraction)
+            is_weighted = is_mean or number_is_sum is False
+            # A sample weight that is a sum over the samples, or isn't known, is summed over the ranks as it is.
+            if is_weighted and sample_weight is None:
+                sample_weight = fraction
+            elif is_weighted and weight_is_sum is False:
+                sample_weight = tf.cast(sample_weight, dtype) * fraction
             if is_mean and number_is_sum:
                 number = tf.math.divide_no_nan(tf.cast(number, dtype), fraction)
         elif is_tracker:
@@ -230,21 +232,9 @@ def note_numbers(step: CurrentStep, metrics: Sequence, replaced: Replaced) -> li
     return results
 
 
-def _weighted(sample_weight: Any, fraction: tf.Tensor) -> tf.Tensor:
-    if sample_weight is None:
-        return fraction
-    return tf.cast(sample_weight, fraction.dtype) * fraction
-
-
 def _number_and_sample_weight(values: Any, sample_weight: Any = None) -> tuple[Any, Any]:
     """Return the arguments of ``update_state``, whose names these are."""
     return values, sample_weight
-
-
-def _as_tensor(number: Any) -> tf.Tensor:
-    if isinstance(number, (int, float)):
-        return compat.to_tensor(number)
-    return tf.convert_to_tensor(number)
 
 
 def _computed_part(compute: Callable[[], Any], key: Any) -> Any:
