@@ -98,7 +98,8 @@ class AgreedEngine:
         for signature, positions in self._positions_by_signature(segments, wire).items():
             lists = [segments[position] for position in positions]
             owners_there = [owners[position] for position in positions]
-            engine = self._engine_of_owners(lists[0][0].dtype)
+            engine = self._engine(lists[0][0].dtype)
+            assert isinstance(engine, (HostEngine, TwoLevelEngine)), "the caller asks has_owners"
             terms = self._next_terms()
             reduced = engine.reduce_to_owners(
                 lists, owners_there, reduction, self.group, signature.wire, terms
@@ -110,34 +111,6 @@ class AgreedEngine:
                     if owner == self.group.rank:
                         results[position][index] = next(remaining)
         return results
-
-    def broadcast_from_owners(self, tensors: TensorsOrSpecs, owners: Sequence[int]) -> TensorList:
-        """Return all tensors, of any dtypes and known shapes, on every rank, given what this rank owns and the
-        specs of the others.
-        """
-        # Tensors of all dtypes travel as bytes, by the engine for integers; see ``broadcast``.
-        if self.job.engines.has_owners(self.group, tf.int32):
-            engine = self._engine_of_owners(tf.int32)
-            return engine.broadcast_from_owners(tensors, owners, self.group, self._next_terms())
-        # TensorFlow's engine sends the tensors of one owner after the other.
-        received = list(tensors)
-        for owner in sorted(set(owners)):
-            positions = [position for position, member in enumerate(owners) if member == owner]
-            sent = []
-            for position in positions:
-                tensor = tensors[position]
-                # Only the root's values count.
-                if owner != self.group.rank:
-                    tensor = tf.zeros(tensor.shape, tensor.dtype)
-                sent.append(tensor)
-            for position, tensor in zip(positions, self.broadcast(sent, owner)):
-                received[position] = tensor
-        return received
-
-    def _engine_of_owners(self, dtype: tf.DType) -> HostEngine | TwoLevelEngine:
-        engine = self._engine(dtype)
-        assert isinstance(engine, (HostEngine, TwoLevelEngine)), "the caller asks has_owners first"
-        return engine
 
     def _positions_by_signature(
         self, segments: Sequence[Tensors], wire: Wire
@@ -161,12 +134,14 @@ class AgreedEngine:
         )
         return reduced
 
-    def broadcast(self, tensors: Tensors, root: int) -> TensorList:
-        """Return the tensors of the root on every rank, of any dtypes."""
+    def broadcast(self, tensors: TensorsOrSpecs, owners: Sequence[int]) -> TensorList:
+        """Return all tensors, of any dtypes, on every rank, each from the rank of the group that owns it. Of what others
+        own, the spec will do if it has all dimensions.
+        """
         # Tensors of all dtypes travel as bytes, by the engine for integers, since NCCL takes no bytes.
         return self._move(
             self._engine(tf.int32),
-            lambda engine, terms: engine.broadcast(tensors, root, self.group, terms),
+            lambda engine, terms: engine.broadcast(tensors, owners, self.group, terms),
         )
 
     def gather(self, row: tf.Tensor) -> tf.Tensor:

@@ -167,7 +167,7 @@ def _from_first(job: Job, group: Group, call: Call, tensor: tf.Tensor) -> tf.Ten
     """Send the tensor of the first rank of a group: the order in which its sessions' collectives run."""
 
     def body(engine: AgreedEngine, tensor: tf.Tensor) -> list[tf.Tensor]:
-        return engine.broadcast([tensor], 0)
+        return engine.broadcast([tensor], [0])
 
     [sent] = Collective(call.collective, group, [tensor], body).run(job, call)
     return sent

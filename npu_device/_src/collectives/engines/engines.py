@@ -67,8 +67,8 @@ class TwoLevelEngine:
         for segment in segments:
             reduced.append(self._reduce(segment, reduction, group, wire))
             if len(reduced) > 1:
-                results.append(self._within.broadcast(reduced.pop(0), 0, host))
-        return results + [self._within.broadcast(tensors, 0, host) for tensors in reduced]
+                results.append(self._from_lowest(reduced.pop(0), host))
+        return results + [self._from_lowest(tensors, host) for tensors in reduced]
 
     def reduce_to_owners(
         self,
@@ -90,7 +90,8 @@ class TwoLevelEngine:
             # Only tensors that other ranks own are spread: the lowest rank has its own ones already.
             sent = [position for position, rank in enumerate(owners_there) if rank != host.ranks[0]]
             if sent:
-                received = self._within.broadcast([tensors[position] for position in sent], 0, host)
+                spread_tensors = [tensors[position] for position in sent]
+                received = self._from_lowest(spread_tensors, host)
                 for position, tensor in zip(sent, received):
                     tensors[position] = tensor
             rank = group.ranks[group.rank]
@@ -105,32 +106,34 @@ class TwoLevelEngine:
                 results.append(spread(*reduced.pop(0)))
         return results + [spread(*waiting) for waiting in reduced]
 
-    def broadcast_from_owners(
+    def broadcast(
         self, tensors: TensorsOrSpecs, owners: Sequence[int], group: Group, terms: Terms = AGREED
     ) -> TensorList:
         """Send tensors from their owners to all ranks; see ``HostEngine``. Each host sends what its ranks own once."""
         host, between = self._levels(group)
         lowest = self._lowest_of(group, owners)
         local = [position for position, rank in enumerate(lowest) if rank == host.ranks[0]]
-        remote = [position for position in range(len(tensors)) if position not in set(local)]
+        remote = [position for position, rank in enumerate(lowest) if rank != host.ranks[0]]
         results = list(tensors)
 
-        def put(positions: Sequence[int], received: Sequence[tf.Tensor]) -> None:
-            for position, tensor in zip(positions, received):
-                results[position] = tensor
+        def spread(positions: list[int], owners_there: list[int]) -> None:
+            if positions:
+                sent = [results[position] for position in positions]
+                received = self._within.broadcast(sent, owners_there, host)
+                for position, tensor in zip(positions, received):
+                    results[position] = tensor
 
-        owned = [tensors[position] for position in local]
-        local_owners = [host.ranks.index(group.ranks[owners[position]]) for position in local]
-        if owned:
-            put(local, self._within.broadcast_from_owners(owned, local_owners, host))
+        spread(local, [host.ranks.index(group.ranks[owners[position]]) for position in local])
         if between is not None:
             hosts = list(map(between.ranks.index, lowest))
-            results = self._between_owners.broadcast_from_owners(results, hosts, between)
+            results = self._between.broadcast(results, hosts, between)
         # Only the lowest rank of a host has got what comes from other hosts.
-        if remote:
-            arrived = [results[position] for position in remote]
-            put(remote, self._within.broadcast(arrived, 0, host))
+        spread(remote, [0] * len(remote))
         return results
+
+    def _from_lowest(self, tensors: Tensors, host: Group) -> TensorList:
+        """Spread the tensors of the lowest rank of the host on it."""
+        return self._within.broadcast(tensors, [0] * len(tensors), host)
 
     def _lowest_of(self, group: Group, members: Sequence[int]) -> list[int]:
         """Return the lowest rank of the host of each member."""
@@ -140,11 +143,6 @@ class TwoLevelEngine:
         for rank in sorted(group.ranks):
             by_host.setdefault(leaders[rank], rank)
         return [by_host[leaders[group.ranks[member]]] for member in members]
-
-    @property
-    def _between_owners(self) -> HostEngine:
-        assert isinstance(self._between, HostEngine), "the caller asks has_owners first"
-        return self._between
 
     def _reduce(
         self,
@@ -175,8 +173,9 @@ class TwoLevelEngine:
             if lowest is None:
                 [sums] = self._between.all_reduce([sums], reduction, between, sent_dtype)
             else:
+                assert isinstance(self._between, HostEngine), "the caller asks has_owners first"
                 owners = list(map(between.ranks.index, lowest))
-                [sums] = self._between_owners.reduce_to_owners(
+                [sums] = self._between.reduce_to_owners(
                     [sums], [owners], reduction, between, sent_dtype
                 )
         elif lowest is not None:
@@ -190,23 +189,6 @@ class TwoLevelEngine:
         # Reducing to the root alone would save only the last broadcast.
         [reduced] = self.all_reduce([tensors], reduction, group, None)
         return reduced
-
-    def broadcast(
-        self, tensors: Tensors, root: int, group: Group, terms: Terms = AGREED
-    ) -> TensorList:
-        """Broadcast the root's tensors: to the lowest rank of the root's host, between hosts, and on every host."""
-        leaders = self._hosts.leaders
-        host, between = self._levels(group)
-        source = group.ranks[root]
-        received = list(tensors)
-        # Only the root's host starts with the values, and only if a member other than its leader
-        # has them.
-        if leaders[source] == leaders[group.ranks[group.rank]] and source != host.ranks[0]:
-            received = self._within.broadcast(received, host.ranks.index(source), host)
-        if between is not None:
-            leader = next(rank for rank in between.ranks if leaders[rank] == leaders[source])
-            received = self._between.broadcast(received, between.ranks.index(leader), between)
-        return self._within.broadcast(received, 0, host)
 
     def all_gather(self, row: tf.Tensor, group: Group, terms: Terms = AGREED) -> tf.Tensor:
         return self._between.all_gather(row, group, terms)
@@ -319,7 +301,7 @@ class Engines:
         return self.by_name[hosts.engine]
 
     def has_owners(self, group: Group, dtype: tf.DType) -> bool:
-        """Return whether the engine of a group reduces tensors of a dtype to owners, and broadcasts from them."""
+        """Return whether the engine of a group reduces tensors of a dtype to owners."""
         return isinstance(self.engine_for_rows(group, dtype), HostEngine)
 
     def has_two_levels(self, group: Group, dtype: tf.DType) -> bool:

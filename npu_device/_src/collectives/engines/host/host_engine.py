@@ -15,6 +15,7 @@ import itertools
 import math
 import weakref
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, Callable, Protocol
@@ -188,36 +189,18 @@ class HostEngine(ArrayEngine):
             )
         return self.run(group, transfers, inputs, terms)
 
-    def broadcast_from_owners(
+    def broadcast(
         self, tensors: TensorsOrSpecs, owners: Sequence[int], group: Group, terms: Terms = AGREED
     ) -> TensorList:
-        """Return all tensors on every rank, given this member's own ones and the specs of the others: any dtypes, with
-        known shapes.
+        """Return all tensors on every rank, each from the member that owns it; any dtypes, the same shapes and dtypes
+        everywhere. Of what other members own, a spec will do if it has all dimensions.
         """
-        owned = [tensor for tensor, owner in zip(tensors, owners) if owner == group.rank]
-        transfer, order = _broadcast_from_owners(tensors, owners, group)
-        [received] = self.run(group, [transfer], [owned], terms)
+        transfer, inputs, outputs = _broadcast(tensors, owners, group)
+        [received] = self.run(group, [transfer], [[tensors[i] for i in inputs]], terms)
         results = list(tensors)
-        for position, tensor in zip(order, received):
+        for position, tensor in zip(outputs, received):
             results[position] = tensor
         return results
-
-    def broadcast(
-        self, tensors: Tensors, root: int, group: Group, terms: Terms = AGREED
-    ) -> TensorList:
-        """Return the tensors of the root on every rank; any dtypes, the same shapes and dtypes everywhere."""
-        sends = group.rank == root
-        has_shapes = all(tensor.shape.is_fully_defined() for tensor in tensors)
-        # The rank's own tensors give the shapes where these are unknown. Otherwise a receiver has no inputs, so that it
-        # doesn't wait for tensors that the result replaces.
-        inputs = tensors
-        if has_shapes and not sends:
-            inputs = []
-        [received] = self.run(group, [_broadcast(tensors, root, sends)], [inputs], terms)
-        if sends:
-            # The root has its values already; a copy by the channel would only cost time.
-            return [tf.identity(tensor) for tensor in tensors]
-        return received
 
     def all_gather(self, row: tf.Tensor, group: Group, terms: Terms = AGREED) -> tf.Tensor:
         """Return all ranks' rows on every rank: [n] in, [group.size, n] out; n is the same on all ranks."""
@@ -304,61 +287,39 @@ def _reduction_to_owners(
     return ArrayTransfer([tf.TensorSpec(tensor.shape, dtype) for tensor in tensors[owned]], prepare)
 
 
-def _broadcast_from_owners(
+def _broadcast(
     tensors: TensorsOrSpecs, owners: Sequence[int], group: Group
-) -> tuple[ArrayTransfer, list[int]]:
-    """Return the transfer, whose inputs are this member's tensors, and the positions of its results."""
-    rank = group.rank
-    specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
-    sizes = [(spec.shape.num_elements() * spec.dtype.size,) for spec in specs]
-    by_member: list[list[int]] = [[] for _ in range(group.size)]
+) -> tuple[ArrayTransfer, list[int], list[int]]:
+    """Return the transfer, and the positions of its inputs and of its outputs among the tensors."""
+    by_member = defaultdict[int, list[int]](list)
     for position, owner in enumerate(owners):
         by_member[owner].append(position)
-    senders = [member for member in range(group.size) if member != rank]
-    order = [position for member in senders for position in by_member[member]]
+    own = by_member.pop(group.rank, [])
+    outputs = [position for positions in by_member.values() for position in positions]
+    # The rank's own tensors give the shapes where these are unknown. Otherwise a receiver has no inputs, so that it
+    # doesn't wait for tensors that the result replaces.
+    unknown = [i for i in outputs if not tensors[i].shape.is_fully_defined()]
+    inputs = own + unknown
+    static_shapes = {i: tensors[i].shape.as_list() for i in outputs if i not in unknown}
+    dtypes = [np.dtype(tensor.dtype.as_numpy_dtype) for tensor in tensors]
 
     def prepare(arrays: ArrayList, buffers: BufferPool) -> Prepared:
         # As bytes, tensors of all dtypes of one owner are one stream.
         as_bytes = np.dtype(np.uint8)
-        flats = [array.reshape(-1).view(np.uint8) for array in arrays]
-        stream = Stream([sizes[position] for position in by_member[rank]], as_bytes, flats)
-        rows: ArrayList = [np.empty(0, np.uint8)] * group.size
+        flats = [array.reshape(-1).view(as_bytes) for array in arrays[: len(own)]]
+        stream = Stream([flat.shape for flat in flats], as_bytes, flats)
+        shapes = {**static_shapes, **dict(zip(inputs, map(np.shape, arrays)))}
+        rows: ArrayList = [np.empty(0, as_bytes)] * group.size
         results = []
-        for member in senders:
-            positions = by_member[member]
-            received = Stream([sizes[position] for position in positions], as_bytes)
-            rows[member], parts = received.results(buffers, as_bytes)
+        for member, positions in by_member.items():
+            sizes = [(math.prod(shapes[i]) * dtypes[i].itemsize,) for i in positions]
+            rows[member], parts = Stream(sizes, as_bytes).results(buffers, as_bytes)
             for position, flat in zip(positions, parts):
-                spec = specs[position]
-                typed = flat.view(np.dtype(spec.dtype.as_numpy_dtype))
-                results.append(typed.reshape(spec.shape.as_list()))
-        return partial(transfer_rounds.broadcast_from_owners, stream=stream, results=rows), results
+                results.append(flat.view(dtypes[position]).reshape(shapes[position]))
+        return partial(transfer_rounds.broadcast, stream=stream, results=rows), results
 
-    return ArrayTransfer([specs[position] for position in order], prepare), order
-
-
-def _broadcast(tensors: Tensors, root: int, sends: bool) -> ArrayTransfer:
-    specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
-    dtypes = [np.dtype(spec.dtype.as_numpy_dtype) for spec in specs]
-
-    def prepare(arrays: ArrayList, buffers: BufferPool) -> Prepared:
-        shapes = [array.shape for array in arrays]
-        if not arrays:
-            shapes = [tuple(spec.shape.as_list()) for spec in specs]
-        sizes = [(math.prod(shape) * dtype.itemsize,) for shape, dtype in zip(shapes, dtypes)]
-        # As bytes, tensors of all dtypes are one stream.
-        if sends:
-            flats = [array.reshape(-1).view(np.uint8) for array in arrays]
-            stream = Stream(sizes, np.dtype(np.uint8), flats)
-            return partial(transfer_rounds.broadcast, stream=stream, result=None, root=root), []
-        stream = Stream(sizes, np.dtype(np.uint8))
-        flat, received = stream.results(buffers, stream.dtype)
-        results = []
-        for array, dtype, shape in zip(received, dtypes, shapes):
-            results.append(array.view(dtype).reshape(shape))
-        return partial(transfer_rounds.broadcast, stream=stream, result=flat, root=root), results
-
-    return ArrayTransfer([] if sends else specs, prepare)
+    specs = [tf.TensorSpec(tensors[i].shape, tensors[i].dtype) for i in outputs]
+    return ArrayTransfer(specs, prepare), inputs, outputs
 
 
 def _tensor(array: np.ndarray) -> tf.Tensor:

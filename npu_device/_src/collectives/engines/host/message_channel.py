@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Optional
 import numpy as np
 
 from npu_device._src.collectives.engines.host.buffers import BufferPool
-from npu_device._src.collectives.engines.host.channel import Head, Program, Round, Rounds
+from npu_device._src.collectives.engines.host.channel import Head, Program, Round, Rounds, ignore
 
 # A member's share of a slot, small enough to stay in the cache (docs/notes.md).
 _MEMBER_BYTES = 512 << 10
@@ -83,7 +83,7 @@ class MessageChannel:
                 messages.append(self.receive(member, row.view(np.uint8)))
         source = exchange.source
         if source is not None:
-            if self._reads(exchange) and not exchange.targets:
+            if exchange.read is not ignore and not exchange.targets:
                 # A reduction reads the member's own values as it reads received ones.
                 rows[self.rank] = source.slice(*exchange.span(self.rank), self.buffers)
             messages += self._send_all(exchange)

@@ -289,35 +289,27 @@ def _pipelined(blocks: Iterable[tuple[Iterable[Round], Round]], ahead: int) -> R
 # Moves
 
 
-def broadcast(channel: Channel, stream: Stream, result: np.ndarray | None, root: int) -> Rounds:
-    """Send the stream of the root into the ``result`` of all other members."""
-    spread = _spread_by_relays
-    if channel.reaches_all or channel.size == 2:
-        spread = _spread_at_once
-    return spread(channel, stream, result, root)
-
-
-def _spread_at_once(
-    channel: Channel, stream: Stream, result: np.ndarray | None, root: int
-) -> Rounds:
-    source = None
-    if channel.rank == root:
-        source = stream
-    readers = _other_members(channel, root)
-    for start, end in _chunks(stream.length, channel.slot_bytes // stream.dtype.itemsize):
-        targets = {}
-        if result is not None:
-            targets = {root: result[start:end]}
-        yield Round(stream.dtype, [(start, end)], [root], source, readers, targets)
+def broadcast(channel: Channel, stream: Stream, results: Sequence[np.ndarray]) -> Rounds:
+    """Send the stream of each member to all others: into its row of ``results``, which is as long as that stream. This
+    member has its stream already, and its row isn't used.
+    """
+    lengths = list(map(len, results))
+    lengths[channel.rank] = stream.length
+    senders = [member for member, length in enumerate(lengths) if length]
+    if len(senders) == 1 and channel.size > 2 and not channel.reaches_all:
+        return _spread_by_relays(channel, stream, results[senders[0]], senders[0])
+    return _spread(channel, stream, results, lengths)
 
 
 def _spread_by_relays(
-    channel: Channel, stream: Stream, result: np.ndarray | None, root: int
+    channel: Channel, stream: Stream, result: np.ndarray, root: int
 ) -> Rounds:
     """Send each other member a piece of a chunk, which it then sends to the rest."""
     source = None
+    length = len(result)
     if channel.rank == root:
         source = stream
+        length = stream.length
     # Each relay passes on an equal piece, so that the root sends everything only once.
     dtype = stream.dtype
     chunk = channel.slot_bytes // dtype.itemsize
@@ -330,7 +322,7 @@ def _spread_by_relays(
             piece_end = start + (end - start) * (position + 1) // len(relays)
             spans[member] = (piece_start, piece_end)
         # Relays get what the others pass on, too; the root has everything.
-        if result is None:
+        if source is not None:
             sending = Round(dtype, spans, [root], source, relays)
             return [sending], Round(dtype, [(0, 0)], relays, None, relays)
         pieces = {member: result[slice(*spans[member])] for member in relays}
@@ -339,7 +331,7 @@ def _spread_by_relays(
         relayed = Stream([piece.shape], dtype, [piece])
         return [sending], Round(dtype, [(0, len(piece))], relays, relayed, relays, pieces)
 
-    return _pipelined((block(*span) for span in _chunks(stream.length, chunk)), channel.ahead)
+    return _pipelined((block(*span) for span in _chunks(length, chunk)), channel.ahead)
 
 
 def all_gather(channel: Channel, rows: np.ndarray, result: np.ndarray) -> Rounds:
@@ -347,17 +339,6 @@ def all_gather(channel: Channel, rows: np.ndarray, result: np.ndarray) -> Rounds
     result[channel.rank] = rows
     stream = Stream([rows.shape], rows.dtype, [rows])
     return _spread(channel, stream, list(result), [len(rows)] * channel.size)
-
-
-def broadcast_from_owners(
-    channel: Channel, stream: Stream, results: Sequence[np.ndarray]
-) -> Rounds:
-    """Send the stream of each member to all others: into its row of ``results``, which is as long as that stream. This
-    member has its stream already, and its row isn't used.
-    """
-    lengths = list(map(len, results))
-    lengths[channel.rank] = stream.length
-    return _spread(channel, stream, results, lengths)
 
 
 def _spread(
@@ -368,10 +349,11 @@ def _spread(
     for start, end in _chunks(max(lengths), channel.slot_bytes // stream.dtype.itemsize):
         publishers = [member for member, length in enumerate(lengths) if length > start]
         targets = {member: results[member][start:end] for member in publishers if member != rank}
-        span = (min(start, lengths[rank]), min(end, lengths[rank]))
         source = None
+        span = (start, end)
         if rank in publishers:
             source = stream
+            span = (start, min(end, lengths[rank]))
         yield Round(stream.dtype, [span], publishers, source, targets=targets)
 
 

@@ -17,7 +17,15 @@ import tensorflow as tf
 
 from npu_device._src.collectives import dtypes
 from npu_device._src.collectives.call import AGREED, Terms
-from npu_device._src.collectives.dtypes import Count, TensorList, Tensors, Wire, fold, sum_dtype
+from npu_device._src.collectives.dtypes import (
+    Count,
+    TensorList,
+    Tensors,
+    TensorsOrSpecs,
+    Wire,
+    fold,
+    sum_dtype,
+)
 from npu_device._src.collectives.engines.context import EngineContext
 from npu_device._src.collectives.engines.tensorflow.kernels import MOVE_DTYPES, Kernels
 from npu_device._src.collectives.group import Group, counts_of
@@ -67,16 +75,19 @@ class TensorFlowEngine:
         return self._all_reduce_segment(tensors, reduction, group, None)
 
     def broadcast(
-        self, tensors: Tensors, root: int, group: Group, terms: Terms = AGREED
+        self, tensors: TensorsOrSpecs, owners: Sequence[int], group: Group, terms: Terms = AGREED
     ) -> TensorList:
-        """Return the root's tensors on every rank, in few large transfers; all have the same shapes and dtypes."""
-        results = []
-        for transfer in _transfers(tensors):
-            words = pack_words(transfer)
-            received = _with_an_element(
-                lambda vector: self.kernels.broadcast(vector, root, group), words
-            )
-            results.extend(unpack_words(received, transfer))
+        """Return all tensors on every rank, those of one owner after the other, in few large transfers."""
+        results = list(tensors)
+        for owner in sorted(set(owners)):
+            positions = [position for position, member in enumerate(owners) if member == owner]
+            received: TensorList = []
+            for transfer in _transfers([_tensor(tensors[position]) for position in positions]):
+                move = functools.partial(self.kernels.broadcast, root_rank=owner, group=group)
+                words = _with_an_element(move, pack_words(transfer))
+                received += unpack_words(words, transfer)
+            for position, tensor in zip(positions, received):
+                results[position] = tensor
         return results
 
     def _all_reduce_segment(
@@ -164,6 +175,13 @@ class TensorFlowEngine:
         block = narrow(fold(rows, fold_reduction), divisor)
         gathered = tf.reshape(self.all_gather(block, group), [-1])[:count]
         return tf.reshape(tf.cast(widen(gathered, scale), tensor.dtype), _shape(tensor))
+
+
+def _tensor(tensor: tf.Tensor | tf.TensorSpec) -> tf.Tensor:
+    """Return a tensor of the spec of one that another rank owns: only the owner's values count."""
+    if isinstance(tensor, tf.TensorSpec):
+        return tf.zeros(tensor.shape, tensor.dtype)
+    return tensor
 
 
 def _count(tensor: tf.Tensor) -> int | tf.Tensor:
