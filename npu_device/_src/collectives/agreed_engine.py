@@ -14,21 +14,13 @@ import tensorflow as tf
 
 from npu_device._src.collectives.call import AGREED, Terms
 from npu_device._src.collectives.dtypes import TensorList, Tensors, TensorsOrSpecs, Wire, wire_dtype
-from npu_device._src.collectives.engines.engines import Engine, TwoLevelEngine
+from npu_device._src.collectives.engines.engines import Engine, LevelEngine, TwoLevelEngine
 from npu_device._src.collectives.engines.host.host_engine import HostEngine
 from npu_device._src.collectives.engines.host.sockets import fits
 from npu_device._src.collectives.engines.tensorflow.engine import rounded
 from npu_device._src.collectives.graph import differentiable
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
-
-
-class _Signature(NamedTuple):
-    """What segments have in common that travel in one call of an engine."""
-
-    has_gradient: bool
-    wire: Wire
-    uses_nccl: bool
 
 
 class AgreedEngine:
@@ -63,17 +55,15 @@ class AgreedEngine:
             # The gradient goes through the same method, so that second derivatives work.
             return gradient_engine.all_reduce([upstream], reduction, wire)[0]
 
-        # One call of an engine for each signature, however many segments it has.
         results: list[TensorList] = [[]] * len(segments)
-        for signature, positions in self._positions_by_signature(segments, wire).items():
+        for (sent_dtype, _), positions in self._positions_by_call(segments, wire).items():
             lists = [segments[position] for position in positions]
-            reduced = self._reduce(lists, reduction, signature.wire)
+            reduced = self._reduce(lists, reduction, sent_dtype)
             for position, tensors in zip(positions, reduced):
+                results[position] = tensors
                 # Each segment gets its gradient by itself: its results can be used while others are still in progress.
-                if signature.has_gradient:
+                if segments[position][0].dtype.is_floating:
                     results[position] = differentiable(tensors, backward, segments[position])
-                else:
-                    results[position] = tensors
         return results
 
     def _reduce(self, lists: list[Tensors], reduction: str, wire: Wire) -> list[TensorList]:
@@ -95,14 +85,14 @@ class AgreedEngine:
         results = []
         for segment in segments:
             results.append([None] * len(segment))
-        for signature, positions in self._positions_by_signature(segments, wire).items():
+        for (sent_dtype, _), positions in self._positions_by_call(segments, wire).items():
             lists = [segments[position] for position in positions]
             owners_there = [owners[position] for position in positions]
             engine = self._engine(lists[0][0].dtype)
             assert isinstance(engine, (HostEngine, TwoLevelEngine)), "the caller asks has_owners"
             terms = self._next_terms()
             reduced = engine.reduce_to_owners(
-                lists, owners_there, reduction, self.group, signature.wire, terms
+                lists, owners_there, reduction, self.group, sent_dtype, terms
             )
             for position, owned in zip(positions, reduced):
                 # The engine returns only what this rank owns, in the order of the tensors.
@@ -112,25 +102,28 @@ class AgreedEngine:
                         results[position][index] = next(remaining)
         return results
 
-    def _positions_by_signature(
+    def _positions_by_call(
         self, segments: Sequence[Tensors], wire: Wire
-    ) -> dict[_Signature, list[int]]:
-        """Return the positions of segments that can travel in one call of an engine."""
-        by_signature: dict[_Signature, list[int]] = {}
+    ) -> dict[tuple[Wire, bool], list[int]]:
+        """Return the positions of segments that travel in one call of an engine, however many they are: by the dtype in
+        which they are sent, None for their own, and whether they take NCCL.
+        """
+        by_call: dict[tuple[Wire, bool], list[int]] = {}
         for position, segment in enumerate(segments):
             dtype = segment[0].dtype
             sent_dtype = None
             if wire_dtype(dtype, wire) == wire:
                 sent_dtype = wire
-            signature = _Signature(dtype.is_floating, sent_dtype, self.job.hosts.uses_nccl(dtype))
-            by_signature.setdefault(signature, []).append(position)
-        return by_signature
+            by_call.setdefault((sent_dtype, self.job.hosts.uses_nccl(dtype)), []).append(position)
+        return by_call
 
     def reduce(self, tensor: tf.Tensor, reduction: str, root: int) -> tf.Tensor:
         """Reduce a tensor to one rank; the other ranks get any values of the result's shape and dtype."""
-        [reduced] = self._move(
+        [[reduced]] = self._move(
             self._engine(tensor.dtype),
-            lambda engine, terms: engine.reduce([tensor], reduction, root, self.group, terms),
+            lambda engine, terms: engine.all_reduce(
+                [[tensor]], reduction, self.group, None, terms, root
+            ),
         )
         return reduced
 
@@ -193,10 +186,10 @@ class AgreedEngine:
     def _engine(self, dtype: tf.DType) -> Engine:
         return self.job.engines.engine_for_reduction(self.group, dtype)
 
-    def _engine_of_rows(self, dtype: tf.DType) -> Engine:
+    def _engine_of_rows(self, dtype: tf.DType) -> LevelEngine:
         return self.job.engines.engine_for_rows(self.group, dtype)
 
-    def _move(self, engine: Engine, move: Callable[[Engine, Terms], Any]) -> Any:
+    def _move(self, engine: Engine, move: Callable[[Any, Terms], Any]) -> Any:
         """Return ``move(engine, terms)``, with the engine of messages instead if the data travel in the message that
         compares the call.
         """

@@ -48,7 +48,7 @@ class TwoLevelEngine:
 
     _hosts: JobHosts
     _within: HostEngine
-    _between: Engine
+    _between: LevelEngine
 
     def all_reduce(
         self,
@@ -57,9 +57,12 @@ class TwoLevelEngine:
         group: Group,
         wire: Wire,
         terms: Terms = AGREED,
+        root: int | None = None,
     ) -> list[TensorList]:
-        """Reduce segments. A segment is spread within the hosts after the next one has started between them: the
-        transfers in shared memory run in order, and would otherwise keep the next segment waiting for the network.
+        """Reduce segments to all ranks: for a root alone, only the last broadcast would be saved.
+
+        A segment is spread within the hosts after the next one has started between them: the transfers in shared memory
+        run in order, and would otherwise keep the next segment waiting for the network.
         """
         host, _ = self._levels(group)
         results = []
@@ -165,7 +168,7 @@ class TwoLevelEngine:
         within_reduction = reduction
         if reduction == "mean":
             within_reduction = "sum"
-        sums = self._within.reduce(sums, within_reduction, 0, host)
+        [sums] = self._within.all_reduce([sums], within_reduction, host, None, root=0)
         if between is not None:
             sent_dtype = None
             if reduction in ("sum", "mean") and wire_dtype(dtype, wire) != sums[0].dtype:
@@ -181,20 +184,6 @@ class TwoLevelEngine:
         elif lowest is not None:
             sums = [tensor for tensor, rank in zip(sums, lowest) if rank == host.ranks[0]]
         return [tf.cast(tensor, dtype) for tensor in sums]
-
-    def reduce(
-        self, tensors: Tensors, reduction: str, root: int, group: Group, terms: Terms = AGREED
-    ) -> TensorList:
-        """Reduce to all ranks."""
-        # Reducing to the root alone would save only the last broadcast.
-        [reduced] = self.all_reduce([tensors], reduction, group, None)
-        return reduced
-
-    def all_gather(self, row: tf.Tensor, group: Group, terms: Terms = AGREED) -> tf.Tensor:
-        return self._between.all_gather(row, group, terms)
-
-    def all_to_all(self, rows: tf.Tensor, group: Group, terms: Terms = AGREED) -> tf.Tensor:
-        return self._between.all_to_all(rows, group, terms)
 
     def _levels(self, group: Group) -> tuple[Group, Group | None]:
         """Return the ranks of the group that share memory with this one; and the lowest ranks of all hosts, if it is
@@ -220,7 +209,10 @@ class TwoLevelEngine:
         return host, between
 
 
-Engine = Union[HostEngine, TensorFlowEngine, TwoLevelEngine]
+LevelEngine = Union[HostEngine, TensorFlowEngine]
+"""What moves rows that all ranks need of all others, and what moves data on a level or between hosts."""
+
+Engine = Union[LevelEngine, TwoLevelEngine]
 """What moves data for a group; ``HostEngine`` tells what each call does. In a graph each call, and each segment, waits
 only for its own tensors.
 
@@ -273,7 +265,7 @@ class Engines:
         self.pairs = Pairs(context, graph_orders)
         self.tensorflow = TensorFlowEngine(context)
         # The keys are the values of NPU_DEVICE_BACKEND.
-        self.by_name: dict[str, Engine] = {
+        self.by_name: dict[str, LevelEngine] = {
             "nccl": self.tensorflow,
             "mpi": mpi,
             "tensorflow": self.tensorflow,
@@ -291,7 +283,7 @@ class Engines:
             return engine
         return TwoLevelEngine(hosts, self.shared_memory, engine)
 
-    def engine_for_rows(self, group: Group, dtype: tf.DType) -> Engine:
+    def engine_for_rows(self, group: Group, dtype: tf.DType) -> LevelEngine:
         """Return the engine that gathers and exchanges rows of a dtype: every rank needs those of every other one."""
         hosts = self._context.hosts
         if hosts.uses_nccl(dtype):

@@ -128,12 +128,19 @@ class Stream:
         arrays = [array / array.dtype.type(share) for array in self.arrays]
         return Stream(self.shapes, self.dtype, arrays)
 
-    def results(self, pool: BufferPool, dtype: np.dtype) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Return memory for the whole stream in some dtype, flat, and the arrays in it, in their shapes."""
-        flat = pool.allocate(self.length * dtype.itemsize).view(dtype)
+    def results(
+        self, pool: BufferPool, dtype: np.dtype, owned: slice = slice(None)
+    ) -> tuple[np.ndarray, list[np.ndarray]]:
+        """Return memory for the stream, or the part of it that holds some arrays, in some dtype, flat; and those arrays
+        in it, in their shapes.
+        """
+        edges = [*self.starts, self.length]
+        first, end, _ = owned.indices(len(self.starts))
+        flat = pool.allocate((edges[end] - edges[first]) * dtype.itemsize).view(dtype)
         arrays = []
-        for start, length, shape in zip(self.starts, self.lengths, self.shapes):
-            arrays.append(flat[start : start + length].reshape(shape))
+        for start, length, shape in zip(edges[owned], self.lengths[owned], self.shapes[owned]):
+            begin = start - edges[first]
+            arrays.append(flat[begin : begin + length].reshape(shape))
         return flat, arrays
 
 

@@ -143,27 +143,29 @@ class HostEngine(ArrayEngine):
         group: Group,
         wire: Wire,
         terms: Terms = AGREED,
+        root: int | None = None,
     ) -> list[TensorList]:
-        """Reduce segments, lists of tensors of one dtype; return the results of each, the same bits on every rank.
+        """Reduce segments, lists of tensors of one dtype; return the results of each, the same bits on every rank. With
+        a root, only that rank gets them, and the others values of their shapes and dtype.
 
         A mean is over all ranks that the members stand for (``Group.counts``). float32 and float64 tensors are sent in
         the dtype ``wire``; sums are exact to float32 either way, and never infinite if the true sum is finite.
         """
-        make = partial(
-            _reduction, reduction=reduction, wire=wire, readers=range(group.size), rank=group.rank
-        )
-        return self.run(group, list(map(make, segments)), segments, terms)
-
-    def reduce(
-        self, tensors: Tensors, reduction: str, root: int, group: Group, terms: Terms = AGREED
-    ) -> TensorList:
-        """Reduce tensors of one dtype to one rank; the other ranks get values of the result's shapes and dtype."""
-        transfer = _reduction(tensors, reduction, None, [root], group.rank)
-        [results] = self.run(group, [transfer], [tensors], terms)
-        if group.rank == root:
+        readers: Sequence[int] = range(group.size)
+        if root is not None:
+            readers = [root]
+        owned = slice(None)
+        if group.rank not in readers:
+            owned = slice(0)
+        rounds = partial(transfer_rounds.reduce, readers=readers)
+        transfers = [_reduction(segment, reduction, wire, owned, rounds) for segment in segments]
+        results = self.run(group, transfers, segments, terms)
+        if group.rank in readers:
             return results
-        # Values of the right shapes and dtype are enough, since only the root's are used.
-        return [tf.cast(tensor, reduced_dtype(tensor.dtype, reduction)) for tensor in tensors]
+        return [
+            [tf.cast(tensor, reduced_dtype(tensor.dtype, reduction)) for tensor in segment]
+            for segment in segments
+        ]
 
     def reduce_to_owners(
         self,
@@ -184,9 +186,10 @@ class HostEngine(ArrayEngine):
             order = sorted(range(len(tensors)), key=owners_there.__getitem__)
             inputs.append([tensors[position] for position in order])
             ordered_owners = [owners_there[position] for position in order]
-            transfers.append(
-                _reduction_to_owners(inputs[-1], ordered_owners, reduction, group, wire)
-            )
+            firsts = [bisect_left(ordered_owners, member) for member in range(group.size + 1)]
+            owned = slice(firsts[group.rank], firsts[group.rank + 1])
+            rounds = partial(transfer_rounds.reduce_to_owners, firsts=firsts)
+            transfers.append(_reduction(inputs[-1], reduction, wire, owned, rounds))
         return self.run(group, transfers, inputs, terms)
 
     def broadcast(
@@ -237,54 +240,19 @@ class HostEngine(ArrayEngine):
 
 
 def _reduction(
-    tensors: Tensors, reduction: str, wire: Wire, readers: Sequence[int], rank: int
+    tensors: Tensors, reduction: str, wire: Wire, owned: slice, rounds: Callable
 ) -> ArrayTransfer:
+    """Return the reduction of tensors of which this member gets those that it owns, by the rounds of a reduction."""
     dtype = reduced_dtype(tensors[0].dtype, reduction)
-    reads = rank in readers
     sent_dtype = np.dtype((wire or tensors[0].dtype).as_numpy_dtype)
-    array_dtype = np.dtype(dtype.as_numpy_dtype)
 
     def prepare(arrays: ArrayList, buffers: BufferPool) -> Prepared:
-        shapes = list(map(np.shape, arrays))
-        flat_arrays = list(map(np.ravel, arrays))
-        stream = Stream(shapes, sent_dtype, flat_arrays)
-        flat = None
-        results: ArrayList = []
-        if reads:
-            flat, results = stream.results(buffers, array_dtype)
-        reduce = partial(transfer_rounds.reduce, stream=stream, result=flat, dtype=array_dtype)
-        return partial(reduce, reduction=reduction, readers=readers), results
+        stream = Stream(list(map(np.shape, arrays)), sent_dtype, list(map(np.ravel, arrays)))
+        flat, results = stream.results(buffers, np.dtype(dtype.as_numpy_dtype), owned)
+        return partial(rounds, stream=stream, result=flat, reduction=reduction), results
 
-    outputs = []
-    if reads:
-        outputs = [tf.TensorSpec(tensor.shape, dtype) for tensor in tensors]
+    outputs = [tf.TensorSpec(tensor.shape, dtype) for tensor in tensors[owned]]
     return ArrayTransfer(outputs, prepare)
-
-
-def _reduction_to_owners(
-    tensors: Tensors, owners: Sequence[int], reduction: str, group: Group, wire: Wire
-) -> ArrayTransfer:
-    """Return the reduction of tensors that are in the order of their owners."""
-    rank = group.rank
-    dtype = reduced_dtype(tensors[0].dtype, reduction)
-    sent_dtype = np.dtype((wire or tensors[0].dtype).as_numpy_dtype)
-    array_dtype = np.dtype(dtype.as_numpy_dtype)
-    firsts = [bisect_left(owners, member) for member in range(group.size + 1)]
-    owned = slice(firsts[rank], firsts[rank + 1])
-
-    def prepare(arrays: ArrayList, buffers: BufferPool) -> Prepared:
-        shapes = list(map(np.shape, arrays))
-        stream = Stream(shapes, sent_dtype, list(map(np.ravel, arrays)))
-        starts = [*stream.starts, stream.length]
-        bounds = [starts[position] for position in firsts]
-        # A part of a stream has the same gaps as the whole one, as each of its arrays is aligned.
-        flat, results = Stream(shapes[owned], sent_dtype).results(buffers, array_dtype)
-        reduce = partial(
-            transfer_rounds.reduce_to_owners, stream=stream, bounds=bounds, result=flat
-        )
-        return partial(reduce, dtype=array_dtype, reduction=reduction), results
-
-    return ArrayTransfer([tf.TensorSpec(tensor.shape, dtype) for tensor in tensors[owned]], prepare)
 
 
 def _broadcast(

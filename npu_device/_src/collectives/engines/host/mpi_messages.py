@@ -264,7 +264,7 @@ def _check_sum(context: EngineContext, world: MpiWorld) -> str:
         stream = Stream([numbers.shape], numbers.dtype, [numbers * (cluster.rank + 1)])
         flat, sums = stream.results(context.buffers, numbers.dtype)
         ranks = range(group.size)
-        rounds = transfer_rounds.reduce(channel, stream, flat, numbers.dtype, "sum", ranks)
+        rounds = transfer_rounds.reduce(channel, stream, flat, "sum", ranks)
         channel.advance(channel.run(rounds, None), Wait.SLEEPING)
         if (sums[0] != numbers * (group.size * (group.size + 1) // 2)).any():
             wrong = f"a sum of {length} numbers is wrong in MPI ({world.library})"

@@ -57,7 +57,9 @@ class TensorFlowEngine:
         group: Group,
         wire: Wire,
         terms: Terms = AGREED,
+        root: int | None = None,
     ) -> list[TensorList]:
+        """Reduce segments to all ranks: TensorFlow has nothing else for a root."""
         return [self._all_reduce_segment(segment, reduction, group, wire) for segment in segments]
 
     def all_gather(self, row: tf.Tensor, group: Group, terms: Terms = AGREED) -> tf.Tensor:
@@ -67,12 +69,6 @@ class TensorFlowEngine:
 
     def all_to_all(self, rows: tf.Tensor, group: Group, terms: Terms = AGREED) -> tf.Tensor:
         return _carried(rows, lambda carrier: self.kernels.all_to_all(carrier, group), group.size)
-
-    def reduce(
-        self, tensors: Tensors, reduction: str, root: int, group: Group, terms: Terms = AGREED
-    ) -> TensorList:
-        """Reduce to all ranks: TensorFlow has nothing else."""
-        return self._all_reduce_segment(tensors, reduction, group, None)
 
     def broadcast(
         self, tensors: TensorsOrSpecs, owners: Sequence[int], group: Group, terms: Terms = AGREED
