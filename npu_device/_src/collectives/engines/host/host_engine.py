@@ -44,7 +44,7 @@ from npu_device._src.collectives.engines.host.queue import (
     Prepared,
 )
 from npu_device._src.collectives.graph import Order, step_data
-from npu_device._src.collectives.group import Group
+from npu_device._src.collectives.group import Group, GroupTable
 
 
 class GroupQueue(Protocol):
@@ -67,9 +67,8 @@ class ArrayEngine:
     """Transfers of groups, in eager mode and in graphs; ``queue_of`` makes the queue of a group at its first one."""
 
     def __init__(self, context: EngineContext, graph_orders: GraphOrders) -> None:
-        self._making = context.making
         self._graph_orders = graph_orders
-        self.queues: dict[Group, GroupQueue] = {}
+        self.queues = GroupTable[GroupQueue]()
 
     def queue_of(self, group: Group) -> GroupQueue:
         raise NotImplementedError
@@ -82,12 +81,7 @@ class ArrayEngine:
         terms: Terms,
     ) -> list[TensorList]:
         """Run transfers, each on its inputs, and return their results; the first one carries the terms."""
-        # Two threads of a script may make the first call of a group at once.
-        with self._making:
-            queue = self.queues.get(group)
-            if queue is None:
-                queue = self.queue_of(group)
-                self.queues[group] = queue
+        queue = self.queues.of(group, self.queue_of)
         if not tf.executing_eagerly():
             return self._graph_orders.run(queue, transfers, inputs, terms)
         results = []
@@ -101,11 +95,8 @@ class ArrayEngine:
 
     def forget(self, name: str) -> None:
         """Close the queues of a group that is destroyed, and of the groups made for its calls."""
-        # Only the table is changed under the lock: closing waits for transfers in progress.
-        with self._making:
-            groups = [group for group in self.queues if name in (group.name, group.parent)]
-            closed = [self.queues.pop(group) for group in groups]
-        for queue in closed:
+        # They leave the table before they are closed, which waits for transfers in progress.
+        for queue in self.queues.forget(name).values():
             queue.close()
 
 

@@ -28,7 +28,7 @@ import tensorflow as tf
 from npu_device._src import compat
 from npu_device._src.collectives.engines.context import EngineContext
 from npu_device._src.collectives.graph import Order
-from npu_device._src.collectives.group import Group
+from npu_device._src.collectives.group import Group, GroupTable
 
 RING = 16
 """The number of keys for one kind, dtype and shape before they repeat. That many collectives may run at once. In a
@@ -135,7 +135,7 @@ class Kernels:
     def __init__(self, context: EngineContext) -> None:
         self._context = context
         # A sequence outlives its group: TensorFlow remembers what its keys stand for.
-        self._sequences: dict[Group, KeySequence] = {}
+        self._sequences = GroupTable[KeySequence]()
         # The variable by which TensorFlow orders the collectives that use NCCL.
         self._nccl_order: Any = None
 
@@ -187,11 +187,7 @@ class Kernels:
 
     def sequence_of(self, group: Group) -> KeySequence:
         """Return the keys of a group."""
-        # Two threads must not both make the keys of a group.
-        with self._context.making:
-            if group not in self._sequences:
-                self._sequences[group] = KeySequence(self._context.device("CPU"))
-            return self._sequences[group]
+        return self._sequences.of(group, lambda _: KeySequence(self._context.device("CPU")))
 
     def _run(
         self,
