@@ -10,7 +10,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Optional, Union
+from functools import partial
+from typing import Callable, Optional, Union
 
 import tensorflow as tf
 
@@ -25,12 +26,14 @@ from npu_device._src.collectives.dtypes import (
     wire_dtype,
 )
 from npu_device._src.collectives.engines.context import EngineContext
+from npu_device._src.collectives.engines.host.channel import Channel
 from npu_device._src.collectives.engines.host.host_engine import GraphOrders, HostEngine
 from npu_device._src.collectives.engines.host.memory_ring import Layout, MemoryRing
 from npu_device._src.collectives.engines.host.mpi_messages import MpiMessages
+from npu_device._src.collectives.engines.host.queue import HostQueue
 from npu_device._src.collectives.engines.host.sharing import FIRST_BYTE, connect
 from npu_device._src.collectives.engines.host.sockets import SmallMessages, SocketMesh
-from npu_device._src.collectives.engines.host.transfers import Pairs
+from npu_device._src.collectives.engines.host.transfers import PairQueue, Pairs
 from npu_device._src.collectives.engines.tensorflow.engine import TensorFlowEngine
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.hosts_of_job import JobHosts
@@ -224,6 +227,8 @@ before.
 # The engines of a job
 
 
+Connect = Callable[[EngineContext, Group], Channel]
+
 _BACKGROUND_FROM_BYTES = 256 << 10
 
 
@@ -233,6 +238,20 @@ def _ring_of(context: EngineContext, group: Group) -> MemoryRing:
     return MemoryRing(
         memory, group.size, group.rank, check, FIRST_BYTE, withdraw_offer, context.has_own_core
     )
+
+
+def _queue_of(
+    context: EngineContext,
+    connect: Connect,
+    background_from: Callable[[EngineContext], int],
+    group: Group,
+) -> HostQueue:
+    """Return the queue of a group, given what makes its channel when its first transfer runs, and from how many bytes a
+    transfer goes to the background.
+    """
+    channel = partial(connect, context, group)
+    counts = context.counts.of(group)
+    return HostQueue(channel, counts, context.buffers, background_from(context))
 
 
 def _background_from(context: EngineContext) -> int:
@@ -256,13 +275,16 @@ class Engines:
     def __init__(self, context: EngineContext) -> None:
         self._context = context
         graph_orders = GraphOrders(context)
-        # Each engine on arrays gets what connects a group, and above how many bytes it works in the background.
-        self.shared_memory = HostEngine(context, graph_orders, _ring_of, _background_from)
-        self.messages = HostEngine(context, graph_orders, SmallMessages, lambda _: sys.maxsize)
+
+        def engine(connect: Connect, background_from: Callable[[EngineContext], int]) -> HostEngine:
+            return HostEngine(graph_orders, partial(_queue_of, context, connect, background_from))
+
+        self.shared_memory = engine(_ring_of, _background_from)
+        self.messages = engine(SmallMessages, lambda _: sys.maxsize)
         # These send segments in the background, whatever their size: TensorFlow computes meanwhile.
-        mpi = HostEngine(context, graph_orders, MpiMessages, lambda _: 0)
-        tcp = HostEngine(context, graph_orders, SocketMesh, lambda _: 0)
-        self.pairs = Pairs(context, graph_orders)
+        mpi = engine(MpiMessages, lambda _: 0)
+        tcp = engine(SocketMesh, lambda _: 0)
+        self.pairs = Pairs(graph_orders, partial(PairQueue, context))
         self.tensorflow = TensorFlowEngine(context)
         # The keys are the values of NPU_DEVICE_BACKEND.
         self.by_name: dict[str, LevelEngine] = {

@@ -36,13 +36,8 @@ from npu_device._src.collectives.dtypes import (
 from npu_device._src.collectives.engines.context import EngineContext
 from npu_device._src.collectives.engines.host import transfer_rounds
 from npu_device._src.collectives.engines.host.buffers import BufferPool
-from npu_device._src.collectives.engines.host.channel import Channel, Stream
-from npu_device._src.collectives.engines.host.queue import (
-    ArrayTransfer,
-    Finished,
-    HostQueue,
-    Prepared,
-)
+from npu_device._src.collectives.engines.host.channel import Stream
+from npu_device._src.collectives.engines.host.queue import ArrayTransfer, Finished, Prepared
 from npu_device._src.collectives.graph import Order, step_data
 from npu_device._src.collectives.group import Group, GroupTable
 
@@ -66,12 +61,12 @@ class GroupQueue(Protocol):
 class ArrayEngine:
     """Transfers of groups, in eager mode and in graphs; ``queue_of`` makes the queue of a group at its first one."""
 
-    def __init__(self, context: EngineContext, graph_orders: GraphOrders) -> None:
+    def __init__(
+        self, graph_orders: GraphOrders, queue_of: Callable[[Group], GroupQueue]
+    ) -> None:
         self._graph_orders = graph_orders
+        self._queue_of = queue_of
         self.queues = GroupTable[GroupQueue]()
-
-    def queue_of(self, group: Group) -> GroupQueue:
-        raise NotImplementedError
 
     def run(
         self,
@@ -81,7 +76,7 @@ class ArrayEngine:
         terms: Terms,
     ) -> list[TensorList]:
         """Run transfers, each on its inputs, and return their results; the first one carries the terms."""
-        queue = self.queues.of(group, self.queue_of)
+        queue = self.queues.of(group, self._queue_of)
         if not tf.executing_eagerly():
             return self._graph_orders.run(queue, transfers, inputs, terms)
         results = []
@@ -101,31 +96,7 @@ class ArrayEngine:
 
 
 class HostEngine(ArrayEngine):
-    """An engine whose transfers Python runs; see ``engines.Engine``.
-
-    Args:
-        connect: makes the channel of a group, when its first transfer runs: a class of channels, or what prepares one.
-        background_from: returns the bytes above which a transfer goes to the background thread; see ``HostQueue``.
-    """
-
-    def __init__(
-        self,
-        context: EngineContext,
-        graph_orders: GraphOrders,
-        connect: Callable[[EngineContext, Group], Channel],
-        background_from: Callable[[EngineContext], int],
-    ) -> None:
-        super().__init__(context, graph_orders)
-        self._context = context
-        self._connect = connect
-        self._background_from = background_from
-
-    def queue_of(self, group: Group) -> HostQueue:
-        context = self._context
-        connect = partial(self._connect, context, group)
-        return HostQueue(
-            connect, context.counts.of(group), context.buffers, self._background_from(context)
-        )
+    """An engine whose transfers Python runs; see ``engines.Engine``."""
 
     def all_reduce(
         self,
