@@ -26,7 +26,7 @@ from npu_device._src.collectives.engines.host import transfer_rounds
 from npu_device._src.collectives.engines.host.channel import Program, Stream, Wait
 from npu_device._src.collectives.engines.host.message_channel import MessageChannel
 from npu_device._src.collectives.engines.host.mpi_world import MpiWorld
-from npu_device._src.collectives.group import Group, counts_of
+from npu_device._src.collectives.group import Group
 from npu_device._src.membership import launchers
 from npu_device._src.threads import start_thread
 
@@ -42,8 +42,7 @@ class MpiMessages(MessageChannel):
 
     def __init__(self, context: EngineContext, group: Group) -> None:
         assert context.mpi_world is not None
-        super().__init__(group.size, group.rank, counts_of(group), context.buffers)
-        self._health = context.health
+        super().__init__(context, group)
         self._world = context.mpi_world
         self._group = group
         self._comm: Any = None

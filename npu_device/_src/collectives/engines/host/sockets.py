@@ -29,7 +29,7 @@ from npu_device._src.collectives.engines.host import channel
 from npu_device._src.collectives.engines.host.buffers import ALIGNMENT
 from npu_device._src.collectives.engines.host.channel import Head, Program, Round, Wait
 from npu_device._src.collectives.engines.host.message_channel import MessageChannel
-from npu_device._src.collectives.group import Group, counts_of
+from npu_device._src.collectives.group import Group
 from npu_device._src.threads import start_thread
 
 _LENGTH = struct.Struct("<Q")
@@ -170,15 +170,14 @@ class SocketMesh(MessageChannel):
         sources: Sequence[int] = (),
         purpose: int = 0,
     ) -> None:
-        super().__init__(group.size, group.rank, counts_of(group), context.buffers)
+        super().__init__(context, group)
         self._peers = context.peers
-        self._health = context.health
         self._ranks = group.ranks
         self._stream_id = group.digest ^ purpose
         self._spins = context.has_own_core
         # All directions share one, so that waiting for one message advances the others.
         self._busy = Busy()
-        other_members = self._neighbours()
+        other_members = self.others(self.rank)
         direction = partial(Direction, self._busy, self._peers)
         self._outgoing = {
             member: direction(self._ranks[member], True) for member in targets or other_members

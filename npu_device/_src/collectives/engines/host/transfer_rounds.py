@@ -220,7 +220,7 @@ class _ScatterGatherReduction:
         read: Callable[..., None] = ignore
         if rank in self._readers:
             # A member's own piece is in place already.
-            targets = {member: pieces[member] for member in _other_members(self._channel, rank)}
+            targets = {member: pieces[member] for member in self._channel.others(rank)}
             if self._rounds_results:
                 read = partial(self._decode, block, self._result[start : start + len(block)])
         source = Stream([piece.shape], self._dtype, [piece])
@@ -291,7 +291,7 @@ def _spread_by_relays(
     # Each relay passes on an equal piece, so that the root sends everything only once.
     dtype = stream.dtype
     chunk = channel.slot_bytes // dtype.itemsize
-    relays = _other_members(channel, root)
+    relays = channel.others(root)
 
     def block(start: int, end: int) -> tuple[list[Round], Round]:
         spans = [(start, start)] * channel.size
@@ -344,7 +344,7 @@ def all_to_all(channel: Channel, rows: np.ndarray, result: np.ndarray) -> Rounds
     result[rank] = rows[rank]
     for start, end in _chunks(length, channel.slot_bytes // rows.dtype.itemsize // size):
         spans = [(member * length + start, member * length + end) for member in members]
-        senders = _other_members(channel, rank)
+        senders = channel.others(rank)
         targets = {member: result[member, start:end] for member in senders}
         yield Round(rows.dtype, spans, members, source, targets=targets)
 
@@ -353,10 +353,6 @@ def meet(channel: Channel, is_agreed: bool) -> Rounds:
     """Exchange only the heads, if the members haven't agreed on the call."""
     if not is_agreed:
         yield Round(np.dtype(np.uint8), [(0, 0)], [])
-
-
-def _other_members(channel: Channel, member: int) -> list[int]:
-    return [(member + step) % channel.size for step in range(1, channel.size)]
 
 
 def _chunks(length: int, limit: int) -> Iterator[Span]:
