@@ -290,53 +290,43 @@ class GraphOrders:
         """Add transfers to the graph of a tf.function, and return their results."""
         self._prepare()
         with tf.device(self._device), tf.control_dependencies(step_data()):
-            if len(transfers) == 1 and queue.in_order:
-                return [self._start_and_finish(queue, transfers[0], inputs[0], terms)]
-            # A graph carries only tensors: a number stands for the transfer in progress.
-            tickets = []
+            tickets: TensorList = []
             # All transfers start before the first is waited for, so that they travel together.
             for transfer, tensors in zip(transfers, inputs):
-                tickets.append(self._start(queue, transfer, tensors, terms))
+                arguments = [tf.convert_to_tensor(terms.shapes), *tensors]
+                # What a graph calls must not refer to a tensor of it.
+                start = partial(self._start, queue, transfer, terms._replace(shapes=0))
+                if len(transfers) == 1 and queue.in_order:
+                    # One operation starts and waits: only later transfers of the program wait for it.
+                    start_and_finish = partial(self._start_and_finish, queue, start)
+                    return [_waited_for(self._starts, start_and_finish, arguments, transfer)]
+                tickets += self._starts.call(partial(self._start_only, start), arguments)
                 terms = terms.of_later_transfers()
         with tf.device(self._device), tf.control_dependencies(tickets):
             return list(map(partial(self._finish, queue), transfers, tickets))
 
-    def _start_and_finish(
-        self, queue: GroupQueue, transfer: ArrayTransfer, inputs: Tensors, terms: Terms
-    ) -> TensorList:
-        """Add one operation that starts and waits, in the order of the starts: only later transfers of the program wait
-        for it.
-        """
-        shapes = tf.convert_to_tensor(terms.shapes)
-        # What a graph calls must not refer to a tensor of it.
-        terms = terms._replace(shapes=0)
-
-        def run(shapes: Any, *arrays: np.ndarray) -> list:
-            self._context.health.require_running()
-            terms_here = terms._replace(shapes=int(shapes))
-            started = queue.start(transfer, terms_here, list(arrays), computes_meanwhile=False)
-            return _of_graph(queue.finish(started))
-
-        return _waited_for(self._starts, run, [shapes, *inputs], transfer)
-
     def _start(
-        self, queue: GroupQueue, transfer: ArrayTransfer, inputs: Tensors, terms: Terms
-    ) -> tf.Tensor:
-        """Add the operation that starts; return a number by which the graph finishes it."""
-        shapes = tf.convert_to_tensor(terms.shapes)
-        # As in ``_start_and_finish``, it must not refer to a tensor of the graph.
-        terms = terms._replace(shapes=0)
+        self,
+        queue: GroupQueue,
+        transfer: ArrayTransfer,
+        terms: Terms,
+        computes_meanwhile: bool,
+        shapes: Any,
+        *arrays: np.ndarray,
+    ) -> Any:
+        # A rank that has stopped begins no transfer, even if the other members would come at once.
+        self._context.health.require_running()
+        terms = terms._replace(shapes=int(shapes))
+        return queue.start(transfer, terms, list(arrays), computes_meanwhile=computes_meanwhile)
 
-        def start(shapes: Any, *arrays: np.ndarray) -> list[np.int64]:
-            # A rank that has stopped begins no transfer, even if the other members would come at once.
-            self._context.health.require_running()
-            ticket = next(self._tickets)
-            terms_here = terms._replace(shapes=int(shapes))
-            started = queue.start(transfer, terms_here, list(arrays), computes_meanwhile=True)
-            self._started[ticket] = started
-            return [np.int64(ticket)]
+    def _start_and_finish(self, queue: GroupQueue, start: Callable, *arrays: Any) -> list:
+        return _of_graph(queue.finish(start(False, *arrays)))
 
-        return self._starts.call(start, [shapes, *inputs])[0]
+    def _start_only(self, start: Callable, *arrays: Any) -> list[np.int64]:
+        """Start a transfer, and return a number that stands for it: a graph carries only tensors."""
+        ticket = next(self._tickets)
+        self._started[ticket] = start(True, *arrays)
+        return [np.int64(ticket)]
 
     def _finish(self, queue: GroupQueue, transfer: ArrayTransfer, ticket: tf.Tensor) -> TensorList:
         def finish(ticket: Any) -> list:
