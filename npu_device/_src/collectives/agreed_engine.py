@@ -128,8 +128,8 @@ class AgreedEngine:
         return reduced
 
     def broadcast(self, tensors: TensorsOrSpecs, owners: Sequence[int]) -> TensorList:
-        """Return all tensors, of any dtypes, on every rank, each from the rank of the group that owns it. Of what others
-        own, the spec will do if it has all dimensions.
+        """Return all tensors, of any dtypes, on every rank, each from the rank of the group that owns it. Of what
+        others own, the spec will do if it has all dimensions.
         """
         # Tensors of all dtypes travel as bytes, by the engine for integers, since NCCL takes no bytes.
         return self._move(

@@ -129,18 +129,21 @@ class Stream:
         return Stream(self.shapes, self.dtype, arrays)
 
     def results(
-        self, pool: BufferPool, dtype: np.dtype, owned: slice = slice(None)
+        self, pool: BufferPool, dtype: np.dtype, owned: range | None = None
     ) -> tuple[np.ndarray, list[np.ndarray]]:
         """Return memory for the stream, or the part of it that holds some arrays, in some dtype, flat; and those arrays
         in it, in their shapes.
         """
+        if owned is None:
+            owned = range(len(self.starts))
         edges = [*self.starts, self.length]
-        first, end, _ = owned.indices(len(self.starts))
-        flat = pool.allocate((edges[end] - edges[first]) * dtype.itemsize).view(dtype)
+        first = edges[owned.start]
+        flat = pool.allocate((edges[owned.stop] - first) * dtype.itemsize).view(dtype)
         arrays = []
-        for start, length, shape in zip(edges[owned], self.lengths[owned], self.shapes[owned]):
-            begin = start - edges[first]
-            arrays.append(flat[begin : begin + length].reshape(shape))
+        for position in owned:
+            begin = edges[position] - first
+            end = begin + self.lengths[position]
+            arrays.append(flat[begin:end].reshape(self.shapes[position]))
         return flat, arrays
 
 

@@ -61,9 +61,7 @@ class GroupQueue(Protocol):
 class ArrayEngine:
     """Transfers of groups, in eager mode and in graphs; ``queue_of`` makes the queue of a group at its first one."""
 
-    def __init__(
-        self, graph_orders: GraphOrders, queue_of: Callable[[Group], GroupQueue]
-    ) -> None:
+    def __init__(self, graph_orders: GraphOrders, queue_of: Callable[[Group], GroupQueue]) -> None:
         self._graph_orders = graph_orders
         self._queue_of = queue_of
         self.queues = GroupTable[GroupQueue]()
@@ -116,13 +114,14 @@ class HostEngine(ArrayEngine):
         readers: Sequence[int] = range(group.size)
         if root is not None:
             readers = [root]
-        owned = slice(None)
-        if group.rank not in readers:
-            owned = slice(0)
+        reads = group.rank in readers
         rounds = partial(transfer_rounds.reduce, readers=readers)
-        transfers = [_reduction(segment, reduction, wire, owned, rounds) for segment in segments]
+        transfers = []
+        for segment in segments:
+            owned = range(len(segment) * reads)
+            transfers.append(_reduction(segment, reduction, wire, owned, rounds))
         results = self.run(group, transfers, segments, terms)
-        if group.rank in readers:
+        if reads:
             return results
         return [
             [tf.cast(tensor, reduced_dtype(tensor.dtype, reduction)) for tensor in segment]
@@ -149,7 +148,7 @@ class HostEngine(ArrayEngine):
             inputs.append([tensors[position] for position in order])
             ordered_owners = [owners_there[position] for position in order]
             firsts = [bisect_left(ordered_owners, member) for member in range(group.size + 1)]
-            owned = slice(firsts[group.rank], firsts[group.rank + 1])
+            owned = range(firsts[group.rank], firsts[group.rank + 1])
             rounds = partial(transfer_rounds.reduce_to_owners, firsts=firsts)
             transfers.append(_reduction(inputs[-1], reduction, wire, owned, rounds))
         return self.run(group, transfers, inputs, terms)
@@ -202,7 +201,7 @@ class HostEngine(ArrayEngine):
 
 
 def _reduction(
-    tensors: Tensors, reduction: str, wire: Wire, owned: slice, rounds: Callable
+    tensors: Tensors, reduction: str, wire: Wire, owned: range, rounds: Callable
 ) -> ArrayTransfer:
     """Return the reduction of tensors of which this member gets those that it owns, by the rounds of a reduction."""
     dtype = reduced_dtype(tensors[0].dtype, reduction)
@@ -213,7 +212,7 @@ def _reduction(
         flat, results = stream.results(buffers, np.dtype(dtype.as_numpy_dtype), owned)
         return partial(rounds, stream=stream, result=flat, reduction=reduction), results
 
-    outputs = [tf.TensorSpec(tensor.shape, dtype) for tensor in tensors[owned]]
+    outputs = [tf.TensorSpec(tensors[position].shape, dtype) for position in owned]
     return ArrayTransfer(outputs, prepare)
 
 

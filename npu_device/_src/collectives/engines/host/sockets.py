@@ -329,13 +329,11 @@ class SmallMessages(SocketMesh):
                 # Calls that differ may also differ in size, so a message to be compared has the
                 # full length.
                 row = row.ljust(_HEAD.size + self.slot_bytes, b"\0")
-            rows = yield from self._gather(row)
+            rows = yield from self._gather(np.frombuffer(row, np.uint8))
             channel.require_same([_HEAD.unpack_from(row) for row in rows])
             if len(values):
-                slots = [
-                    np.frombuffer(row, exchange.dtype, len(values), _HEAD.size) for row in rows
-                ]
-                exchange.read_slots(np.stack(slots), self.rank)
+                slots = rows[:, _HEAD.size : _HEAD.size + values.nbytes].copy()
+                exchange.read_slots(slots.view(exchange.dtype), self.rank)
 
     def _values(self, exchange: Round) -> np.ndarray:
         """Return what this member publishes in a round, or zeros as long."""
@@ -349,23 +347,23 @@ class SmallMessages(SocketMesh):
             exchange.fill(values)
         return values
 
-    def _gather(self, row: bytes) -> Generator[SocketMessage, None, list[bytes]]:
-        """Return all members' rows, by member, given this member's; they have the same length on all."""
-        rows = [row]  # rows of this member, of the one before it, and so on
+    def _gather(self, row: np.ndarray) -> Generator[SocketMessage, None, np.ndarray]:
+        """Return all members' rows, uint8 of shape [size, n], given this member's; n is the same on all."""
+        # The rows of this member, of the one before it, and so on.
+        rows = np.empty((self.size, len(row)), np.uint8)
+        rows[0] = row
         sent = []
-        while len(rows) < self.size:
-            distance = len(rows)
+        distance = 1
+        while distance < self.size:
             count = min(distance, self.size - distance)
-            received = np.empty(count * len(row), np.uint8)
+            received = rows[distance : distance + count].reshape(-1)
             coming = self.receive((self.rank - distance) % self.size, received)
-            passed_on = np.frombuffer(b"".join(rows[:count]), np.uint8)
+            passed_on = rows[:count].reshape(-1)
             sent.append(self.send((self.rank + distance) % self.size, passed_on))
             while not coming.Test():
                 yield coming
-            joined = received.tobytes()
-            starts = range(0, len(joined), len(row))
-            rows += [joined[start : start + len(row)] for start in starts]
+            distance *= 2
         for message in sent:
             while not message.Test():
                 yield message
-        return [rows[(self.rank - member) % self.size] for member in range(self.size)]
+        return rows[[(self.rank - member) % self.size for member in range(self.size)]]

@@ -279,9 +279,7 @@ def broadcast(channel: Channel, stream: Stream, results: Sequence[np.ndarray]) -
     return _spread(channel, stream, results, lengths)
 
 
-def _spread_by_relays(
-    channel: Channel, stream: Stream, result: np.ndarray, root: int
-) -> Rounds:
+def _spread_by_relays(channel: Channel, stream: Stream, result: np.ndarray, root: int) -> Rounds:
     """Send each other member a piece of a chunk, which it then sends to the rest."""
     source = None
     length = len(result)

@@ -59,15 +59,10 @@ class KeySequence:
         """
         static_shape = None
         if isinstance(shape, tf.TensorShape):
-            static_shape = shape.as_list()
+            static_shape = tuple(shape.as_list())
+        # An eager tensor has a static shape.
         if tf.executing_eagerly():
-            # An eager shape may be a tensor: TensorFlow remembers sizes, so the signature needs
-            # numbers.
-            if static_shape is None:
-                sizes = np.asarray(shape).tolist()
-            else:
-                sizes = static_shape
-            return tf.constant(np.int32(self._next((call, dtype.name, tuple(sizes)))))
+            return tf.constant(np.int32(self._next((call, dtype.name, static_shape))))
         names = self._made_in_graph()[call, dtype.name]
         graph = tf.compat.v1.get_default_graph()
         earlier = []
@@ -78,10 +73,10 @@ class KeySequence:
             inputs = []
 
         def drawn(*shape: Any) -> list[np.int64]:
-            sizes: Any = static_shape
+            sizes = static_shape
             if shape:
-                sizes = shape[0].tolist()
-            return [np.int64(self._next((call, dtype.name, tuple(sizes))))]
+                sizes = tuple(shape[0].tolist())
+            return [np.int64(self._next((call, dtype.name, sizes)))]
 
         with tf.device("CPU:0"), tf.control_dependencies(earlier):
             [key] = self._order.call(drawn, inputs)
