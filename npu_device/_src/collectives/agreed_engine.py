@@ -8,7 +8,7 @@ ends long before backward produces the first one.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Callable, NamedTuple, Optional
+from typing import Any, Callable, Optional, Union
 
 import tensorflow as tf
 
@@ -31,15 +31,12 @@ class AgreedEngine:
             carry what tells the call from others.
     """
 
-    def __init__(
-        self, job: Job, group: Group, terms: Terms = AGREED, in_message: bool | tf.Tensor = False
-    ) -> None:
+    def __init__(self, job: Job, group: Group, terms: Terms = AGREED, route: Route = None) -> None:
         self.job = job
         self.group = group
         self.terms: Terms | None = terms
         self._later_terms = terms.of_later_transfers()
-        # False on one host; a tensor if only the running graph knows the size of the data.
-        self._in_message = in_message
+        self._route = route
 
     def all_reduce(
         self, segments: Sequence[Tensors], reduction: str, wire: Wire = None
@@ -181,7 +178,11 @@ class AgreedEngine:
 
     def compare(self) -> Sequence[tf.Tensor]:
         """Compare the terms by themselves; return tensors that are ready once all ranks agree."""
-        return _comparing(self.job, self.group).exchange_terms(self.group, self._next_terms())
+        engines = self.job.engines
+        comparing = engines.messages
+        if self.job.hosts.number_of(self.group.ranks) == 1:
+            comparing = engines.shared_memory
+        return comparing.exchange_terms(self.group, self._next_terms())
 
     def _engine(self, dtype: tf.DType) -> Engine:
         return self.job.engines.engine_for_reduction(self.group, dtype)
@@ -195,16 +196,16 @@ class AgreedEngine:
         """
         terms = self._next_terms()
         messages = self.job.engines.messages
-        if self._in_message is False:
+        if not isinstance(self._route, tf.Tensor):
+            if self._route:
+                engine = messages
             return move(engine, terms)
-        if self._in_message is True:
-            return move(messages, terms)
 
         def after_message() -> Any:
             with tf.control_dependencies(messages.exchange_terms(self.group, terms)):
                 return move(engine, AGREED)
 
-        return tf.cond(self._in_message, lambda: move(messages, terms), after_message)
+        return tf.cond(self._route, lambda: move(messages, terms), after_message)
 
     def _for_gradients(self) -> AgreedEngine:
         """Return the engine for gradients of the call, on which the ranks agree with the call itself. It doesn't hold
@@ -221,19 +222,11 @@ class AgreedEngine:
 
 # The routes
 
-
-class Route(NamedTuple):
-    """How the ranks compare a call, and on which way its data travel; the same on every rank.
-
-    Attributes:
-        compares_first: a message compares the call before its data move. Otherwise the first data do, or the ranks have
-            agreed before.
-        in_message: the data are small, and travel in the message that compares the call; a tensor if only the running
-            graph knows their size.
-    """
-
-    compares_first: bool = False
-    in_message: bool | tf.Tensor = False
+Route = Union[bool, tf.Tensor, None]
+"""How the ranks compare a call, the same on every rank. True: in the message in which the data travel, since they are
+small. False: in a message before the data move. A tensor: one of the two, which only the running graph knows. None:
+with the first data, or not at all, as the ranks have agreed before.
+"""
 
 
 def route_of(
@@ -244,22 +237,14 @@ def route_of(
     dtypes = [tensor.dtype for tensor in tensors if tensor is not None]
     uses_nccl = any(map(job.hosts.uses_nccl, dtypes))
     is_one_host = job.hosts.number_of(group.ranks) == 1
-    # The first data compare; a send and its receive do so on their own connection.
+    # A send and its receive compare on their own connection.
     if group.tag is not None or (is_one_host and not uses_nccl):
-        return Route()
+        return None
     is_dense = all(isinstance(tensor, (tf.Tensor, tf.TensorSpec)) for tensor in tensors)
     if uses_nccl or is_ragged or has_owners or not is_dense:
-        return Route(compares_first=True)
+        return False
     # Small data between hosts travels in the message that compares, and needs no second one.
-    is_small = fits(job, group.size, tensors)
-    return Route(compares_first=is_small is False, in_message=is_small)
-
-
-def _comparing(job: Job, group: Group) -> HostEngine:
-    """Return the engine that compares the calls of a group that travel on another one."""
-    if job.hosts.number_of(group.ranks) == 1:
-        return job.engines.shared_memory
-    return job.engines.messages
+    return fits(job, group.size, tensors)
 
 
 def has_owners(job: Job, group: Group, dtypes: Iterable[tf.DType]) -> bool:

@@ -20,10 +20,9 @@ from npu_device._src.cluster.rank_errors import PeerError
 from npu_device._src.collectives.agreed_engine import AgreedEngine, route_of
 from npu_device._src.collectives.call import Call, Terms, describe, mismatch, shapes_digest
 from npu_device._src.collectives.calling_threads import calling_thread
-from npu_device._src.collectives.graph import require_order, runs_if_fetched
+from npu_device._src.collectives.graph import differentiable, require_order, runs_if_fetched
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
-from npu_device._src.collectives.sessions import InSession
 
 
 @dataclass(frozen=True)
@@ -89,8 +88,8 @@ class Collective:
                 number = job.threads.number_at_each_call(group, exchange)
                 terms = terms._replace(shapes=tf.convert_to_tensor(terms.shapes, tf.int32) + number)
             route = route_of(job, group, self.values, self.is_ragged, self.has_owners)
-            engine = AgreedEngine(job, group, terms, route.in_message)
-            if route.compares_first:
+            engine = AgreedEngine(job, group, terms, route)
+            if route is False:
                 # A message of its own comes before the data, which may have any size.
                 with tf.control_dependencies(engine.compare()):
                     return self.body(engine, *inputs)
@@ -156,8 +155,8 @@ class Collective:
         specs = tf.nest.flatten(structure, True)
         flat_inputs = tf.nest.flatten(inputs, True)
         from_first = partial(_from_first, job)
-        collective = InSession(self.group, call, flat_inputs, specs, run, gradient, from_first)
-        results = job.sessions.add(collective)
+        results = job.sessions.add(self.group, call, flat_inputs, specs, run, from_first)
+        results = differentiable(results, gradient, flat_inputs)
         if self.result_specs is None:
             return results[0].op
         return tf.nest.pack_sequence_as(structure, results, expand_composites=True)

@@ -8,10 +8,10 @@ and ranks may reach calls of different groups in any order.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Callable, Optional, Union
+from typing import Callable, Optional, TypeVar, Union
 
 import tensorflow as tf
 
@@ -62,19 +62,10 @@ class TwoLevelEngine:
         terms: Terms = AGREED,
         root: int | None = None,
     ) -> list[TensorList]:
-        """Reduce segments to all ranks: for a root alone, only the last broadcast would be saved.
-
-        A segment is spread within the hosts after the next one has started between them: the transfers in shared memory
-        run in order, and would otherwise keep the next segment waiting for the network.
-        """
+        """Reduce segments to all ranks: for a root alone, only the last broadcast would be saved."""
         host, _ = self._levels(group)
-        results = []
-        reduced = []  # reduced between the hosts, and not spread on them yet
-        for segment in segments:
-            reduced.append(self._reduce(segment, reduction, group, wire))
-            if len(reduced) > 1:
-                results.append(self._from_lowest(reduced.pop(0), host))
-        return results + [self._from_lowest(tensors, host) for tensors in reduced]
+        reduced = (self._reduce(segment, reduction, group, wire) for segment in segments)
+        return _one_later(reduced, partial(self._from_lowest, host))
 
     def reduce_to_owners(
         self,
@@ -89,28 +80,26 @@ class TwoLevelEngine:
         to its lowest rank.
         """
         host, _ = self._levels(group)
-        results = []
-        reduced = []  # not spread yet, as in all_reduce
 
-        def spread(tensors: TensorList, owners_there: list[int]) -> TensorList:
+        def reduce(segment: Tensors, owners_there: Sequence[int]) -> tuple[TensorList, list[int]]:
+            """Return what belongs to this host, and the owners."""
+            lowest = self._lowest_of(group, owners_there)
+            local = [owner for owner, rank in zip(owners_there, lowest) if rank == host.ranks[0]]
+            owned = self._reduce(segment, reduction, group, wire, lowest)
+            return owned, [group.ranks[owner] for owner in local]
+
+        def spread(reduced: tuple[TensorList, list[int]]) -> TensorList:
+            tensors, owners_there = reduced
             # Only tensors that other ranks own are spread: the lowest rank has its own ones already.
             sent = [position for position, rank in enumerate(owners_there) if rank != host.ranks[0]]
             if sent:
-                spread_tensors = [tensors[position] for position in sent]
-                received = self._from_lowest(spread_tensors, host)
+                received = self._from_lowest(host, [tensors[position] for position in sent])
                 for position, tensor in zip(sent, received):
                     tensors[position] = tensor
             rank = group.ranks[group.rank]
             return [tensor for tensor, owner in zip(tensors, owners_there) if owner == rank]
 
-        for segment, owners_there in zip(segments, owners):
-            lowest = self._lowest_of(group, owners_there)
-            local = [position for position, rank in enumerate(lowest) if rank == host.ranks[0]]
-            owned = self._reduce(segment, reduction, group, wire, lowest)
-            reduced.append((owned, [group.ranks[owners_there[position]] for position in local]))
-            if len(reduced) > 1:
-                results.append(spread(*reduced.pop(0)))
-        return results + [spread(*waiting) for waiting in reduced]
+        return _one_later(map(reduce, segments, owners), spread)
 
     def broadcast(
         self, tensors: TensorsOrSpecs, owners: Sequence[int], group: Group, terms: Terms = AGREED
@@ -137,18 +126,21 @@ class TwoLevelEngine:
         spread(remote, [0] * len(remote))
         return results
 
-    def _from_lowest(self, tensors: Tensors, host: Group) -> TensorList:
+    def _from_lowest(self, host: Group, tensors: Tensors) -> TensorList:
         """Spread the tensors of the lowest rank of the host on it."""
         return self._within.broadcast(tensors, [0] * len(tensors), host)
 
+    def _hosts_of(self, group: Group) -> dict[int, list[int]]:
+        """Return the members on each host, in their order."""
+        hosts: dict[int, list[int]] = {}
+        for rank in group.ranks:
+            hosts.setdefault(self._hosts.leaders[rank], []).append(rank)
+        return hosts
+
     def _lowest_of(self, group: Group, members: Sequence[int]) -> list[int]:
         """Return the lowest rank of the host of each member."""
-        leaders = self._hosts.leaders
-        by_host: dict[int, int] = {}
-        # In order, so that the first rank of a host is its lowest one.
-        for rank in sorted(group.ranks):
-            by_host.setdefault(leaders[rank], rank)
-        return [by_host[leaders[group.ranks[member]]] for member in members]
+        hosts = self._hosts_of(group)
+        return [hosts[self._hosts.leaders[group.ranks[member]]][0] for member in members]
 
     def _reduce(
         self,
@@ -194,9 +186,7 @@ class TwoLevelEngine:
         """
         leaders = self._hosts.leaders
         rank = group.ranks[group.rank]
-        hosts: dict[int, list[int]] = {}
-        for member in group.ranks:
-            hosts.setdefault(leaders[member], []).append(member)
+        hosts = self._hosts_of(group)
         neighbours = tuple(hosts[leaders[rank]])
         # The parent name lets ``forget`` find this group when the whole group is destroyed.
         host = Group(f"{group.name}/host", neighbours, neighbours.index(rank), group.name)
@@ -210,6 +200,23 @@ class TwoLevelEngine:
             f"{group.name}/between hosts", lowest, lowest.index(rank), group.name, counts=counts
         )
         return host, between
+
+
+_Reduced = TypeVar("_Reduced")
+
+
+def _one_later(
+    reduced: Iterable[_Reduced], spread: Callable[[_Reduced], TensorList]
+) -> list[TensorList]:
+    """Spread each segment within the hosts after the next one has started between them: the transfers in shared memory
+    run in order, and would otherwise keep the next segment waiting for the network.
+    """
+    results = []
+    waiting: list[_Reduced] = []
+    for segment in reduced:
+        results += map(spread, waiting)
+        waiting = [segment]
+    return [*results, *map(spread, waiting)]
 
 
 LevelEngine = Union[HostEngine, TensorFlowEngine]

@@ -172,26 +172,18 @@ def open_world(context: EngineContext, wanted: bool, on_exit: OnExit) -> Sequenc
     """Start MPI, and return for each rank why that fails; nothing if it works. Every rank calls this. Unless it is
     ``wanted``, MPI is started only if an ``mpiexec`` started the ranks. ``on_exit`` is given what ends MPI.
     """
-    gather = partial(context.control.gather, timeout=limits.LATEST_ANSWER_SECONDS)
-    problems = gather("mpi/found", _problem(context, wanted))
-    if not any(problems):
-        problems = gather("mpi/started", _start(context, on_exit))
-    if not any(problems):
-        mpi = importlib.import_module("mpi4py.MPI")
-        comm = mpi.COMM_WORLD.Split(0, context.cluster.rank)
-        # By default, MPI ends all ranks at an error, without naming the group.
-        comm.Set_errhandler(mpi.ERRORS_RETURN)
-        tags = min(comm.Get_attr(mpi.TAG_UB) or _TAGS_OF_ALL, _MOST_TAGS)
-        world = MpiWorld(mpi, comm, tags, _library(mpi))
-        context.mpi_world = world
-        problems = gather("mpi/checked", _check_sum(context, world))
+    stages = {
+        "mpi/found": partial(_problem, context, wanted),
+        "mpi/started": partial(_start, context, on_exit),
+        "mpi/checked": partial(_connect, context),
+    }
+    for name, stage in stages.items():
+        problems = context.control.gather(name, stage(), limits.LATEST_ANSWER_SECONDS)
         if any(problems):
             context.mpi_world = None
-        else:
-            start_thread("npu_device-mpi", _keep_going, world)
-    if not any(problems):
-        return []
-    return list(problems)
+            return problems
+    start_thread("npu_device-mpi", _keep_going, context.mpi_world)
+    return []
 
 
 def _problem(context: EngineContext, wanted: bool) -> str:
@@ -252,8 +244,15 @@ def _library(mpi: Any) -> str:
     return " ".join(name.replace("Version:", " ").split())
 
 
-def _check_sum(context: EngineContext, world: MpiWorld) -> str:
-    """Add up known numbers, few and many; return the problem, or ""."""
+def _connect(context: EngineContext) -> str:
+    """Make what all ranks share, and add up known numbers with it, few and many; return the problem, or ""."""
+    mpi = importlib.import_module("mpi4py.MPI")
+    comm = mpi.COMM_WORLD.Split(0, context.cluster.rank)
+    # By default, MPI ends all ranks at an error, without naming the group.
+    comm.Set_errhandler(mpi.ERRORS_RETURN)
+    tags = min(comm.Get_attr(mpi.TAG_UB) or _TAGS_OF_ALL, _MOST_TAGS)
+    library = _library(mpi)
+    context.mpi_world = MpiWorld(mpi, comm, tags, library)
     cluster = context.cluster
     group = Group("mpi/check", tuple(range(cluster.world_size)), cluster.rank)
     channel = MpiMessages(context, group)
@@ -266,7 +265,7 @@ def _check_sum(context: EngineContext, world: MpiWorld) -> str:
         rounds = transfer_rounds.reduce(channel, stream, flat, "sum", ranks)
         channel.advance(channel.run(rounds, None), Wait.SLEEPING)
         if (sums[0] != numbers * (group.size * (group.size + 1) // 2)).any():
-            wrong = f"a sum of {length} numbers is wrong in MPI ({world.library})"
+            wrong = f"a sum of {length} numbers is wrong in MPI ({library})"
     channel.close()
     return wrong
 

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any, Callable, Union
 
@@ -186,8 +187,7 @@ class SocketMesh(MessageChannel):
             member: direction(self._ranks[member], False) for member in sources or other_members
         }
         self._directions = [*self._outgoing.values(), *self._incoming.values()]
-        self._connected = threading.Event()
-        self._problem: BaseException | None = None
+        self._connected = Future[None]()
         self._closing = threading.Lock()
         self._is_closed = False
         # A thread connects, since members come only when they first use the group.
@@ -202,9 +202,9 @@ class SocketMesh(MessageChannel):
             for member, direction in self._incoming.items():
                 accept = partial(self._peers.accept, self._ranks[member], self._stream_id)
                 self._hold(direction, partial(accept, lambda: self._is_closed))
+            self._connected.set_result(None)
         except BaseException as error:
-            self._problem = error
-        self._connected.set()
+            self._connected.set_exception(error)
 
     def _hold(self, direction: Direction, connect: Callable[[], socket.socket | None]) -> None:
         if self._is_closed:
@@ -247,12 +247,11 @@ class SocketMesh(MessageChannel):
 
     def _wait_until_connected(self, seconds: float) -> bool:
         """Return False if the connections aren't there in time; raise what has made them fail."""
-        if not self._connected.is_set():
+        if not self._connected.done():
             self._health.require_running()
-            if not self._connected.wait(seconds):
+            if not wait([self._connected], seconds).done:
                 return False
-        if self._problem is not None:
-            raise self._problem
+        self._connected.result()
         return True
 
     def close(self) -> None:
