@@ -63,10 +63,14 @@ class AgreedEngine:
                     results[position] = differentiable(tensors, backward, segments[position])
         return results
 
-    def _reduce(self, lists: list[Tensors], reduction: str, wire: Wire) -> list[TensorList]:
+    def _reduce(
+        self, lists: list[Tensors], reduction: str, wire: Wire, root: int | None = None
+    ) -> list[TensorList]:
         return self._move(
             self._engine(lists[0][0].dtype),
-            lambda engine, terms: engine.all_reduce(lists, reduction, self.group, wire, terms),
+            lambda engine, terms: engine.all_reduce(
+                lists, reduction, self.group, wire, terms, root
+            ),
         )
 
     def reduce_to_owners(
@@ -116,13 +120,7 @@ class AgreedEngine:
 
     def reduce(self, tensor: tf.Tensor, reduction: str, root: int) -> tf.Tensor:
         """Reduce a tensor to one rank; the other ranks get any values of the result's shape and dtype."""
-        [[reduced]] = self._move(
-            self._engine(tensor.dtype),
-            lambda engine, terms: engine.all_reduce(
-                [[tensor]], reduction, self.group, None, terms, root
-            ),
-        )
-        return reduced
+        return self._reduce([[tensor]], reduction, None, root)[0][0]
 
     def broadcast(self, tensors: TensorsOrSpecs, owners: Sequence[int]) -> TensorList:
         """Return all tensors, of any dtypes, on every rank, each from the rank of the group that owns it. Of what

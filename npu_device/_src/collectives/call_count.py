@@ -124,10 +124,6 @@ class CallCounts:
         # A copy is returned, since other threads add groups meanwhile.
         return [*self._calls.items(), *self._transfers.items()]
 
-    def find(self, group: Group) -> Count | None:
-        """Return the count of a group; None if it has been destroyed, or has none yet."""
-        return self._calls.get(group) or self._transfers.get(group)
-
     def forget(self, name: str) -> None:
         """Drop the counts of a group, and of the groups made for its calls."""
         self._transfers.forget(name)

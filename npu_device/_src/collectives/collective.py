@@ -68,7 +68,8 @@ class Collective:
         # A rank alone has nothing to compare or to send.
         if group.size == 1:
             return self.body(AgreedEngine(job, group), *inputs)
-        if tf.executing_eagerly():
+        is_eager = tf.executing_eagerly()
+        if is_eager:
             # In a graph, each transfer checks when it starts.
             job.health.check(group.name, group.ranks)
         else:
@@ -77,13 +78,13 @@ class Collective:
             # Each tag keeps its own order, whichever threads send and receive.
             call = replace(call, thread="")
         # A thread that calls for the first time exchanges numbers with the other ranks.
-        exchange = partial(_exchange, job, group, call, not tf.executing_eagerly())
+        exchange = partial(_exchange, job, group, call, not is_eager)
         in_call: Any = contextlib.nullcontext(False)
-        if tf.executing_eagerly():
+        if is_eager:
             in_call = job.threads.in_call(group, exchange)
         with in_call as overlaps:
             terms = self._terms(job, call, overlaps)
-            if not tf.executing_eagerly() and group.tag is None:
+            if not is_eager and group.tag is None:
                 # Added to the number of the shapes: 0 for the main thread, on each rank another one to refuse.
                 number = job.threads.number_at_each_call(group, exchange)
                 terms = terms._replace(shapes=tf.convert_to_tensor(terms.shapes, tf.int32) + number)

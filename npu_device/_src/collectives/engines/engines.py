@@ -211,7 +211,7 @@ def _one_later(
     """Spread each segment within the hosts after the next one has started between them: the transfers in shared memory
     run in order, and would otherwise keep the next segment waiting for the network.
     """
-    results = []
+    results: list[TensorList] = []
     waiting: list[_Reduced] = []
     for segment in reduced:
         results += map(spread, waiting)

@@ -90,7 +90,7 @@ class TensorFlowEngine:
         self, tensors: Tensors, reduction: str, group: Group, wire: Wire
     ) -> TensorList:
         has_elements = any(tensor.shape.num_elements() for tensor in tensors)
-        if len(tensors) == 1:
+        if len(tensors) == 1 and has_elements:
             return [self._all_reduce_one(tensors[0], has_elements, reduction, group, wire)]
         # The kernels take one tensor, so the segment travels as one.
         flats = [tf.reshape(tensor, [-1]) for tensor in tensors]
@@ -201,37 +201,27 @@ def _reduce_uint64(reduce_native: _Move, tensor: tf.Tensor, merge: str) -> tf.Te
 
 
 def _carried(rows: tf.Tensor, move: _Move, size: int) -> tf.Tensor:
-    """Send rows through a move, in a dtype and a number of elements that the kernels support."""
-    native = rows.dtype in MOVE_DTYPES
-    carrier = rows
-    if not native:
-        carrier = to_words(rows)
-    if carrier.shape[1]:
-        moved = move(carrier)
+    """Send rows through a move, in a dtype that the kernels support."""
+    if rows.dtype in MOVE_DTYPES:
+        moved = _with_an_element(move, rows)
     else:
-        length = tf.shape(carrier)[1]
-        # The graph decides on the padding, because a shape that isn't static may turn out empty.
-        padding = tf.cast(length == 0, tf.int32)
-        padded = tf.pad(carrier, [[0, 0], [0, padding]])
-        moved = move(padded)[:, :length]
-    if not native:
-        moved = from_words(moved, rows.dtype, _columns(rows))
+        words = _with_an_element(move, to_words(rows))
+        moved = from_words(words, rows.dtype, _columns(rows))
     moved.set_shape([size, rows.shape[1]])
     return moved
 
 
 def _with_an_element(move: _Move, tensor: tf.Tensor) -> tf.Tensor:
-    """Return ``move(tensor)`` for a move that keeps the shape, sending one element for an empty tensor: TensorFlow's
-    kernels sometimes crash on those (two reductions in one graph, TensorFlow 2.20). Can go when they don't.
+    """Return ``move(tensor)`` for a move of a vector or of rows that keeps their length, sending one element for an
+    empty one: TensorFlow's kernels sometimes crash on those (two reductions in one graph, TensorFlow 2.20). Can go when
+    they don't.
     """
     if tensor.shape.num_elements():
         return move(tensor)
-    count = tf.size(tensor)
-    padding = tf.cast(count == 0, tf.int32)
-    moved = move(tf.pad(tf.reshape(tensor, [-1]), [[0, padding]]))
-    moved = tf.reshape(moved[:count], tf.shape(tensor))
-    moved.set_shape(tensor.shape)
-    return moved
+    length = tf.shape(tensor)[-1]
+    # The graph decides on the padding, because a shape that isn't static may turn out empty.
+    padding = [[0, 0]] * (tensor.shape.rank - 1) + [[0, tf.cast(length == 0, tf.int32)]]
+    return move(tf.pad(tensor, padding))[..., :length]
 
 
 def _transfers(tensors: Tensors) -> list[TensorList]:
