@@ -194,7 +194,7 @@ def body_two_levels() -> list[str]:
             next(own) if owner == group.rank else tf.TensorSpec(one.shape, one.dtype)
             for one, owner in zip(whole, owners)
         ]
-        return whole, engine.broadcast_from_owners(values, owners, group)
+        return whole, engine.broadcast(values, owners, group)
 
     for number, (name, owners) in enumerate(_owners(group.size).items()):
         call: Any = partial(all_of, owners=owners)

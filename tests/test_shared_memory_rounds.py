@@ -58,9 +58,7 @@ def started(
 
 
 def summed(channel: MemoryRing, stream: Stream, result: np.ndarray, reduction: str) -> Any:
-    return transfer_rounds.reduce(
-        channel, stream, result, result.dtype, reduction, range(channel.size)
-    )
+    return transfer_rounds.reduce(channel, stream, result, reduction, range(channel.size))
 
 
 def reduced(

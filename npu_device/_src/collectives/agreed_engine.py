@@ -8,27 +8,19 @@ ends long before backward produces the first one.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Callable, NamedTuple, Optional
+from typing import Any, Callable, Optional, Union
 
 import tensorflow as tf
 
 from npu_device._src.collectives.call import AGREED, Terms
 from npu_device._src.collectives.dtypes import TensorList, Tensors, TensorsOrSpecs, Wire, wire_dtype
-from npu_device._src.collectives.engines.engines import Engine, TwoLevelEngine
+from npu_device._src.collectives.engines.engines import Engine, LevelEngine, TwoLevelEngine
 from npu_device._src.collectives.engines.host.host_engine import HostEngine
 from npu_device._src.collectives.engines.host.sockets import fits
 from npu_device._src.collectives.engines.tensorflow.engine import rounded
 from npu_device._src.collectives.graph import differentiable
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
-
-
-class _Signature(NamedTuple):
-    """What segments have in common that travel in one call of an engine."""
-
-    has_gradient: bool
-    wire: Wire
-    uses_nccl: bool
 
 
 class AgreedEngine:
@@ -39,15 +31,12 @@ class AgreedEngine:
             carry what tells the call from others.
     """
 
-    def __init__(
-        self, job: Job, group: Group, terms: Terms = AGREED, in_message: bool | tf.Tensor = False
-    ) -> None:
+    def __init__(self, job: Job, group: Group, terms: Terms = AGREED, route: Route = None) -> None:
         self.job = job
         self.group = group
         self.terms: Terms | None = terms
         self._later_terms = terms.of_later_transfers()
-        # False on one host; a tensor if only the running graph knows the size of the data.
-        self._in_message = in_message
+        self._route = route
 
     def all_reduce(
         self, segments: Sequence[Tensors], reduction: str, wire: Wire = None
@@ -63,23 +52,25 @@ class AgreedEngine:
             # The gradient goes through the same method, so that second derivatives work.
             return gradient_engine.all_reduce([upstream], reduction, wire)[0]
 
-        # One call of an engine for each signature, however many segments it has.
         results: list[TensorList] = [[]] * len(segments)
-        for signature, positions in self._positions_by_signature(segments, wire).items():
+        for (sent_dtype, _), positions in self._positions_by_call(segments, wire).items():
             lists = [segments[position] for position in positions]
-            reduced = self._reduce(lists, reduction, signature.wire)
+            reduced = self._reduce(lists, reduction, sent_dtype)
             for position, tensors in zip(positions, reduced):
+                results[position] = tensors
                 # Each segment gets its gradient by itself: its results can be used while others are still in progress.
-                if signature.has_gradient:
+                if segments[position][0].dtype.is_floating:
                     results[position] = differentiable(tensors, backward, segments[position])
-                else:
-                    results[position] = tensors
         return results
 
-    def _reduce(self, lists: list[Tensors], reduction: str, wire: Wire) -> list[TensorList]:
+    def _reduce(
+        self, lists: list[Tensors], reduction: str, wire: Wire, root: int | None = None
+    ) -> list[TensorList]:
         return self._move(
             self._engine(lists[0][0].dtype),
-            lambda engine, terms: engine.all_reduce(lists, reduction, self.group, wire, terms),
+            lambda engine, terms: engine.all_reduce(
+                lists, reduction, self.group, wire, terms, root
+            ),
         )
 
     def reduce_to_owners(
@@ -95,13 +86,14 @@ class AgreedEngine:
         results = []
         for segment in segments:
             results.append([None] * len(segment))
-        for signature, positions in self._positions_by_signature(segments, wire).items():
+        for (sent_dtype, _), positions in self._positions_by_call(segments, wire).items():
             lists = [segments[position] for position in positions]
             owners_there = [owners[position] for position in positions]
-            engine = self._engine_of_owners(lists[0][0].dtype)
+            engine = self._engine(lists[0][0].dtype)
+            assert isinstance(engine, (HostEngine, TwoLevelEngine)), "the caller asks has_owners"
             terms = self._next_terms()
             reduced = engine.reduce_to_owners(
-                lists, owners_there, reduction, self.group, signature.wire, terms
+                lists, owners_there, reduction, self.group, sent_dtype, terms
             )
             for position, owned in zip(positions, reduced):
                 # The engine returns only what this rank owns, in the order of the tensors.
@@ -111,62 +103,33 @@ class AgreedEngine:
                         results[position][index] = next(remaining)
         return results
 
-    def broadcast_from_owners(self, tensors: TensorsOrSpecs, owners: Sequence[int]) -> TensorList:
-        """Return all tensors, of any dtypes and known shapes, on every rank, given what this rank owns and the
-        specs of the others.
-        """
-        # Tensors of all dtypes travel as bytes, by the engine for integers; see ``broadcast``.
-        if self.job.engines.has_owners(self.group, tf.int32):
-            engine = self._engine_of_owners(tf.int32)
-            return engine.broadcast_from_owners(tensors, owners, self.group, self._next_terms())
-        # TensorFlow's engine sends the tensors of one owner after the other.
-        received = list(tensors)
-        for owner in sorted(set(owners)):
-            positions = [position for position, member in enumerate(owners) if member == owner]
-            sent = []
-            for position in positions:
-                tensor = tensors[position]
-                # Only the root's values count.
-                if owner != self.group.rank:
-                    tensor = tf.zeros(tensor.shape, tensor.dtype)
-                sent.append(tensor)
-            for position, tensor in zip(positions, self.broadcast(sent, owner)):
-                received[position] = tensor
-        return received
-
-    def _engine_of_owners(self, dtype: tf.DType) -> HostEngine | TwoLevelEngine:
-        engine = self._engine(dtype)
-        assert isinstance(engine, (HostEngine, TwoLevelEngine)), "the caller asks has_owners first"
-        return engine
-
-    def _positions_by_signature(
+    def _positions_by_call(
         self, segments: Sequence[Tensors], wire: Wire
-    ) -> dict[_Signature, list[int]]:
-        """Return the positions of segments that can travel in one call of an engine."""
-        by_signature: dict[_Signature, list[int]] = {}
+    ) -> dict[tuple[Wire, bool], list[int]]:
+        """Return the positions of segments that travel in one call of an engine, however many they are: by the dtype in
+        which they are sent, None for their own, and whether they take NCCL.
+        """
+        by_call: dict[tuple[Wire, bool], list[int]] = {}
         for position, segment in enumerate(segments):
             dtype = segment[0].dtype
             sent_dtype = None
             if wire_dtype(dtype, wire) == wire:
                 sent_dtype = wire
-            signature = _Signature(dtype.is_floating, sent_dtype, self.job.hosts.uses_nccl(dtype))
-            by_signature.setdefault(signature, []).append(position)
-        return by_signature
+            by_call.setdefault((sent_dtype, self.job.hosts.uses_nccl(dtype)), []).append(position)
+        return by_call
 
     def reduce(self, tensor: tf.Tensor, reduction: str, root: int) -> tf.Tensor:
         """Reduce a tensor to one rank; the other ranks get any values of the result's shape and dtype."""
-        [reduced] = self._move(
-            self._engine(tensor.dtype),
-            lambda engine, terms: engine.reduce([tensor], reduction, root, self.group, terms),
-        )
-        return reduced
+        return self._reduce([[tensor]], reduction, None, root)[0][0]
 
-    def broadcast(self, tensors: Tensors, root: int) -> TensorList:
-        """Return the tensors of the root on every rank, of any dtypes."""
+    def broadcast(self, tensors: TensorsOrSpecs, owners: Sequence[int]) -> TensorList:
+        """Return all tensors, of any dtypes, on every rank, each from the rank of the group that owns it. Of what
+        others own, the spec will do if it has all dimensions.
+        """
         # Tensors of all dtypes travel as bytes, by the engine for integers, since NCCL takes no bytes.
         return self._move(
             self._engine(tf.int32),
-            lambda engine, terms: engine.broadcast(tensors, root, self.group, terms),
+            lambda engine, terms: engine.broadcast(tensors, owners, self.group, terms),
         )
 
     def gather(self, row: tf.Tensor) -> tf.Tensor:
@@ -213,30 +176,34 @@ class AgreedEngine:
 
     def compare(self) -> Sequence[tf.Tensor]:
         """Compare the terms by themselves; return tensors that are ready once all ranks agree."""
-        return _comparing(self.job, self.group).exchange_terms(self.group, self._next_terms())
+        engines = self.job.engines
+        comparing = engines.messages
+        if self.job.hosts.number_of(self.group.ranks) == 1:
+            comparing = engines.shared_memory
+        return comparing.exchange_terms(self.group, self._next_terms())
 
     def _engine(self, dtype: tf.DType) -> Engine:
         return self.job.engines.engine_for_reduction(self.group, dtype)
 
-    def _engine_of_rows(self, dtype: tf.DType) -> Engine:
+    def _engine_of_rows(self, dtype: tf.DType) -> LevelEngine:
         return self.job.engines.engine_for_rows(self.group, dtype)
 
-    def _move(self, engine: Engine, move: Callable[[Engine, Terms], Any]) -> Any:
+    def _move(self, engine: Engine, move: Callable[[Any, Terms], Any]) -> Any:
         """Return ``move(engine, terms)``, with the engine of messages instead if the data travel in the message that
         compares the call.
         """
         terms = self._next_terms()
         messages = self.job.engines.messages
-        if self._in_message is False:
+        if not isinstance(self._route, tf.Tensor):
+            if self._route:
+                engine = messages
             return move(engine, terms)
-        if self._in_message is True:
-            return move(messages, terms)
 
         def after_message() -> Any:
             with tf.control_dependencies(messages.exchange_terms(self.group, terms)):
                 return move(engine, AGREED)
 
-        return tf.cond(self._in_message, lambda: move(messages, terms), after_message)
+        return tf.cond(self._route, lambda: move(messages, terms), after_message)
 
     def _for_gradients(self) -> AgreedEngine:
         """Return the engine for gradients of the call, on which the ranks agree with the call itself. It doesn't hold
@@ -253,19 +220,11 @@ class AgreedEngine:
 
 # The routes
 
-
-class Route(NamedTuple):
-    """How the ranks compare a call, and on which way its data travel; the same on every rank.
-
-    Attributes:
-        compares_first: a message compares the call before its data move. Otherwise the first data do, or the ranks have
-            agreed before.
-        in_message: the data are small, and travel in the message that compares the call; a tensor if only the running
-            graph knows their size.
-    """
-
-    compares_first: bool = False
-    in_message: bool | tf.Tensor = False
+Route = Union[bool, tf.Tensor, None]
+"""How the ranks compare a call, the same on every rank. True: in the message in which the data travel, since they are
+small. False: in a message before the data move. A tensor: one of the two, which only the running graph knows. None:
+with the first data, or not at all, as the ranks have agreed before.
+"""
 
 
 def route_of(
@@ -276,22 +235,14 @@ def route_of(
     dtypes = [tensor.dtype for tensor in tensors if tensor is not None]
     uses_nccl = any(map(job.hosts.uses_nccl, dtypes))
     is_one_host = job.hosts.number_of(group.ranks) == 1
-    # The first data compare; a send and its receive do so on their own connection.
+    # A send and its receive compare on their own connection.
     if group.tag is not None or (is_one_host and not uses_nccl):
-        return Route()
+        return None
     is_dense = all(isinstance(tensor, (tf.Tensor, tf.TensorSpec)) for tensor in tensors)
     if uses_nccl or is_ragged or has_owners or not is_dense:
-        return Route(compares_first=True)
+        return False
     # Small data between hosts travels in the message that compares, and needs no second one.
-    is_small = fits(job, group.size, tensors)
-    return Route(compares_first=is_small is False, in_message=is_small)
-
-
-def _comparing(job: Job, group: Group) -> HostEngine:
-    """Return the engine that compares the calls of a group that travel on another one."""
-    if job.hosts.number_of(group.ranks) == 1:
-        return job.engines.shared_memory
-    return job.engines.messages
+    return fits(job, group.size, tensors)
 
 
 def has_owners(job: Job, group: Group, dtypes: Iterable[tf.DType]) -> bool:

@@ -5,16 +5,15 @@ A collective takes a transfer for each of its segments. Transfers are counted, s
 
 from __future__ import annotations
 
-import threading
 from dataclasses import replace
-from typing import Any, Callable, Union, cast
+from typing import Any, Callable, Union
 
 import tensorflow as tf
 
 from npu_device._src import compat
 from npu_device._src.cluster.health import GroupId
 from npu_device._src.collectives.call import Row, Terms
-from npu_device._src.collectives.group import Group
+from npu_device._src.collectives.group import Group, GroupTable
 
 Position = dict[str, Any]
 """How many transfers of a group a rank has begun, whether it waits in one, and the row of its call."""
@@ -87,64 +86,48 @@ class CallCounts:
     """The counts of all groups of this rank, each made at its first use."""
 
     def __init__(self) -> None:
-        self._counts: dict[Group, Count] = {}
+        self._calls = GroupTable[CallCount]()
+        self._transfers = GroupTable[TransferCount]()
         # Transfers of the groups that were destroyed last. The others may use them a little longer, and the same group
         # may be made again.
         self._destroyed: dict[Group, int] = {}
-        self._making = threading.Lock()
 
     def of(self, group: Group) -> CallCount:
         """Return the count of the transfers of a group that Python moves."""
-        with self._making:
-            if group not in self._counts:
-                self._counts[group] = CallCount(self._destroyed.pop(group, 0))
-            return cast(CallCount, self._counts[group])
+        return self._calls.of(group, lambda group: CallCount(self._destroyed.pop(group, 0)))
 
     def transfers_of(self, group: Group, device: str) -> TransferCount:
         """Return the count of a group's transfers through TensorFlow, kept on the CPU of this rank."""
-        # A name of its own keeps these counts apart from the transfers that Python moves.
+        # The stall watch tells them by a name of their own from the transfers that Python moves.
         transfers = replace(
             group, name=f"{group.name}/transfers", parent=group.parent or group.name
         )
-        with self._making:
-            if transfers not in self._counts:
-                self._counts[transfers] = TransferCount(device)
-            return cast(TransferCount, self._counts[transfers])
+        return self._transfers.of(transfers, lambda _: TransferCount(device))
 
     def started(self) -> dict[GroupId, int]:
         """Return how many transfers have begun in each group, destroyed ones included. TensorFlow's are left out:
         reading their number takes an eager operation.
         """
-        with self._making:
-            started = {(group.name, group.ranks): count for group, count in self._destroyed.items()}
-            for group, count in self._counts.items():
-                if isinstance(count, CallCount):
-                    started[group.name, group.ranks] = count.started
-        return started
+        counts = list(self._destroyed.items())
+        counts += [(group, count.started) for group, count in list(self._calls.items())]
+        return {(group.name, group.ranks): started for group, started in counts}
 
     def waiting(self) -> dict[GroupId, int]:
         """Return the same of the groups in which this rank waits in a transfer."""
-        waiting = {}
-        for group, count in self.of_all():
-            if isinstance(count, CallCount) and count.is_waiting:
-                waiting[group.name, group.ranks] = count.started
-        return waiting
+        calls = list(self._calls.items())
+        return {
+            (group.name, group.ranks): count.started for group, count in calls if count.is_waiting
+        }
 
     def of_all(self) -> list[tuple[Group, Count]]:
         """Return the groups with their counts."""
         # A copy is returned, since other threads add groups meanwhile.
-        return list(self._counts.items())
-
-    def find(self, group: Group) -> Count | None:
-        """Return the count of a group; None if it has been destroyed, or has none yet."""
-        return self._counts.get(group)
+        return [*self._calls.items(), *self._transfers.items()]
 
     def forget(self, name: str) -> None:
         """Drop the counts of a group, and of the groups made for its calls."""
-        with self._making:
-            for group in [group for group in self._counts if name in (group.name, group.parent)]:
-                count = self._counts.pop(group)
-                if isinstance(count, CallCount):
-                    self._destroyed[group] = count.started
-            while len(self._destroyed) > _MOST_DESTROYED:
-                del self._destroyed[next(iter(self._destroyed))]
+        self._transfers.forget(name)
+        for group, count in self._calls.forget(name).items():
+            self._destroyed[group] = count.started
+        while len(self._destroyed) > _MOST_DESTROYED:
+            del self._destroyed[next(iter(self._destroyed))]

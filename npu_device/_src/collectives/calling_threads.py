@@ -82,23 +82,22 @@ def calling_thread() -> str:
     return f"{own_name(thread)} ({work.function})"
 
 
+def _named_alike(thread: threading.Thread) -> list[threading.Thread]:
+    """Return the living threads of the same name, in the order in which they have started, as Python lists them."""
+    name = own_name(thread)
+    return [living for living in threading.enumerate() if own_name(living) == name]
+
+
 def _namesakes(thread: threading.Thread) -> list[threading.Thread]:
     """Return the other living threads of the same name."""
-    name = own_name(thread)
-    namesakes = []
-    for living in threading.enumerate():
-        if living is not thread and own_name(living) == name:
-            namesakes.append(living)
-    return namesakes
+    return [living for living in _named_alike(thread) if living is not thread]
 
 
 def _place_of(thread: threading.Thread) -> int:
     """Return how many of the living threads of the same name have started before; 0 in a pool, which is of chance."""
     if is_pooled(thread):
         return 0
-    name = own_name(thread)
-    # Python lists threads in the order in which they have started.
-    return [living for living in threading.enumerate() if own_name(living) == name].index(thread)
+    return _named_alike(thread).index(thread)
 
 
 def _takes_turns() -> bool:
@@ -158,13 +157,14 @@ class CallingThreads:
     def are_several(self, group: Group) -> bool:
         """Return True if several living threads of this rank have called in a group."""
         with self._lock:
-            callers = [caller for _, caller in self._living() if group.key in caller.places]
-        return len(callers) > 1
+            return len(self._living(group)) > 1
 
-    def _living(self) -> list[tuple[threading.Thread, _Caller]]:
+    def _living(self, group: Group) -> list[tuple[threading.Thread, _Caller]]:
+        """Return the living threads that have called in a group, unless they are of a pool and have done that work."""
         living_callers = []
         for thread, caller in list(self._callers.items()):
-            if thread.is_alive() and _is_still_at(thread, caller.work):
+            is_at_it = not is_pooled(thread) or work_of(thread) == caller.work
+            if thread.is_alive() and is_at_it and group.key in caller.places:
                 living_callers.append((thread, caller))
         return living_callers
 
@@ -184,9 +184,7 @@ class CallingThreads:
             # The exchange was an eager call at this place of the script.
             own_caller.places[group.key] = place
         with self._lock:
-            others = [
-                (living, caller) for living, caller in self._living() if group.key in caller.places
-            ]
+            others = self._living(group)
             name = own_name(thread)
             alike = [caller for living, caller in others if own_name(living) == name]
             if len(alike) > 1:
@@ -316,11 +314,6 @@ class CallingThreads:
             if is_same and not has_called and is_at_work(living):
                 silent.append(twin_work)
         return silent
-
-
-def _is_still_at(thread: threading.Thread, work: Work | None) -> bool:
-    """Return True unless a thread of a pool has done its work."""
-    return not is_pooled(thread) or work_of(thread) == work
 
 
 @functools.lru_cache(maxsize=64)

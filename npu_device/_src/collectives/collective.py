@@ -20,10 +20,9 @@ from npu_device._src.cluster.rank_errors import PeerError
 from npu_device._src.collectives.agreed_engine import AgreedEngine, route_of
 from npu_device._src.collectives.call import Call, Terms, describe, mismatch, shapes_digest
 from npu_device._src.collectives.calling_threads import calling_thread
-from npu_device._src.collectives.graph import require_order, runs_if_fetched
+from npu_device._src.collectives.graph import differentiable, require_order, runs_if_fetched
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
-from npu_device._src.collectives.sessions import InSession
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,8 @@ class Collective:
         # A rank alone has nothing to compare or to send.
         if group.size == 1:
             return self.body(AgreedEngine(job, group), *inputs)
-        if tf.executing_eagerly():
+        is_eager = tf.executing_eagerly()
+        if is_eager:
             # In a graph, each transfer checks when it starts.
             job.health.check(group.name, group.ranks)
         else:
@@ -78,19 +78,19 @@ class Collective:
             # Each tag keeps its own order, whichever threads send and receive.
             call = replace(call, thread="")
         # A thread that calls for the first time exchanges numbers with the other ranks.
-        exchange = partial(_exchange, job, group, call, not tf.executing_eagerly())
+        exchange = partial(_exchange, job, group, call, not is_eager)
         in_call: Any = contextlib.nullcontext(False)
-        if tf.executing_eagerly():
+        if is_eager:
             in_call = job.threads.in_call(group, exchange)
         with in_call as overlaps:
             terms = self._terms(job, call, overlaps)
-            if not tf.executing_eagerly() and group.tag is None:
+            if not is_eager and group.tag is None:
                 # Added to the number of the shapes: 0 for the main thread, on each rank another one to refuse.
                 number = job.threads.number_at_each_call(group, exchange)
                 terms = terms._replace(shapes=tf.convert_to_tensor(terms.shapes, tf.int32) + number)
             route = route_of(job, group, self.values, self.is_ragged, self.has_owners)
-            engine = AgreedEngine(job, group, terms, route.in_message)
-            if route.compares_first:
+            engine = AgreedEngine(job, group, terms, route)
+            if route is False:
                 # A message of its own comes before the data, which may have any size.
                 with tf.control_dependencies(engine.compare()):
                     return self.body(engine, *inputs)
@@ -156,8 +156,8 @@ class Collective:
         specs = tf.nest.flatten(structure, True)
         flat_inputs = tf.nest.flatten(inputs, True)
         from_first = partial(_from_first, job)
-        collective = InSession(self.group, call, flat_inputs, specs, run, gradient, from_first)
-        results = job.sessions.add(collective)
+        results = job.sessions.add(self.group, call, flat_inputs, specs, run, from_first)
+        results = differentiable(results, gradient, flat_inputs)
         if self.result_specs is None:
             return results[0].op
         return tf.nest.pack_sequence_as(structure, results, expand_composites=True)
@@ -167,7 +167,7 @@ def _from_first(job: Job, group: Group, call: Call, tensor: tf.Tensor) -> tf.Ten
     """Send the tensor of the first rank of a group: the order in which its sessions' collectives run."""
 
     def body(engine: AgreedEngine, tensor: tf.Tensor) -> list[tf.Tensor]:
-        return engine.broadcast([tensor], 0)
+        return engine.broadcast([tensor], [0])
 
     [sent] = Collective(call.collective, group, [tensor], body).run(job, call)
     return sent

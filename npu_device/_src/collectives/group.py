@@ -8,9 +8,10 @@ disjoint sets of ranks may use one name for different groups. The calls for scri
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Callable, TypeVar
 
 WORLD_GROUP = "hccl_world_group"
 """The group of all ranks, which always exists."""
@@ -72,6 +73,32 @@ class Group:
             return _WORLD_KEY
         # Keys of other groups begin after the keys of the group of all ranks.
         return 2 * (self.digest % (1 << 29)) + 2 * _WORLD_KEY
+
+
+_Made = TypeVar("_Made")
+
+
+class GroupTable(dict[Group, _Made]):
+    """What this rank has for each group: made at its first use, until the group is destroyed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = threading.Lock()
+
+    def of(self, group: Group, make: Callable[[Group], _Made]) -> _Made:
+        """Return what there is for a group, which ``make`` makes if there is nothing yet."""
+        # Two threads of a script may make the first call of a group at once.
+        with self._lock:
+            made = self.get(group)
+            if made is None:
+                made = self[group] = make(group)
+            return made
+
+    def forget(self, name: str) -> dict[Group, _Made]:
+        """Drop, and return, what there is for a group that is destroyed, and for the groups made for its calls."""
+        with self._lock:
+            groups = [group for group in self if name in (group.name, group.parent)]
+            return {group: self.pop(group) for group in groups}
 
 
 def counts_of(group: Group) -> tuple[int, ...]:

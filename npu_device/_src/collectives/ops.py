@@ -155,7 +155,7 @@ def broadcast_from_owners(
         tensors: what this rank owns, and the specs of the others; of any dtypes and known shapes.
         owners: the owner of each tensor, a rank of the group.
 
-    The results have no gradient. For the engines that can do it, see ``agreed_engine.has_owners``.
+    The results have no gradient.
     """
     if not tensors:
         return []
@@ -168,7 +168,7 @@ def broadcast_from_owners(
         for position, owner in enumerate(owners):
             if owner == group.rank:
                 sent[position] = next(remaining)
-        return engine.broadcast_from_owners(sent, owners)
+        return engine.broadcast(sent, owners)
 
     details = {"owners": digest_of(owners)}
     name = "broadcast_from_owners"
@@ -209,7 +209,8 @@ def broadcast(job: Job, tensors: Sequence[tf.Tensor], root_rank: int, group: Gro
                     gradients.append(None)
             return gradients
 
-        return differentiable(engine.broadcast(tensors, root_rank), backward, tensors)
+        received = engine.broadcast(tensors, [root_rank] * len(tensors))
+        return differentiable(received, backward, tensors)
 
     def result_specs() -> list[tf.TensorSpec]:
         return [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]

@@ -18,6 +18,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,26 +30,11 @@ from npu_device._src.cluster.time_limits import QUEUE_CHECK_SECONDS
 from npu_device._src.collectives.call import Call, MismatchError, Row
 from npu_device._src.collectives.calling_threads import calling_thread
 from npu_device._src.collectives.dtypes import Tensors
-from npu_device._src.collectives.graph import differentiable
-from npu_device._src.collectives.group import Group
+from npu_device._src.collectives.group import Group, GroupTable
 from npu_device._src.threads import start_thread
 
 _SENT_AT_ONCE = 64
 _NOTHING = -1
-
-
-class InSession(NamedTuple):
-    """A collective as an operation of a session's graph."""
-
-    group: Group
-    call: Call
-    inputs: Tensors  # inputs of the collective, as a flat list
-    specs: Sequence[tf.TensorSpec]  # specs of the results, at least one
-    # Runs the collective eagerly, given the values of the inputs.
-    run: Callable[..., Tensors]
-    # Turns the gradients of the results into gradients of the inputs.
-    gradient: Callable[..., Tensors]
-    from_first: FromFirst
 
 
 FromFirst = Callable[[Group, Call, tf.Tensor], tf.Tensor]
@@ -65,19 +51,23 @@ class SessionCollectives:
     def __init__(self, health: Health) -> None:
         self._health = health
         self.held: dict[Group, Row | None] = {}
-        self._queues_of_groups: dict[Group, SessionQueue] = {}
-        self._lock = threading.Lock()
+        self._queues = GroupTable[SessionQueue]()
         self._counts = weakref.WeakKeyDictionary[tf.Graph, Counter[Group]]()
 
-    def add(self, collective: InSession) -> list[tf.Tensor]:
-        """Add a collective to the session's graph; return its results."""
-        group = collective.group.of_one_order()
-        with self._lock:
-            if group not in self._queues_of_groups:
-                self._queues_of_groups[group] = SessionQueue(
-                    group, self._health, self.held, collective.from_first
-                )
-            queue = self._queues_of_groups[group]
+    def add(
+        self,
+        group: Group,
+        call: Call,
+        inputs: Tensors,
+        specs: Sequence[tf.TensorSpec],
+        run: Callable[..., Tensors],
+        from_first: FromFirst,
+    ) -> list[tf.Tensor]:
+        """Add a collective to the session's graph: ``run`` runs it eagerly, given the values of the inputs. Return its
+        results, for each spec, at least one.
+        """
+        group = group.of_one_order()
+        queue = self._queues.of(group, partial(SessionQueue, self._health, self.held, from_first))
         # The collective may be added in a branch, but counts for the graph of the session.
         with tf.init_scope():
             graph = tf.compat.v1.get_default_graph()
@@ -87,20 +77,13 @@ class SessionCollectives:
         position = counts[group]
 
         def in_order(*arrays: np.ndarray) -> list[np.ndarray]:
-            return queue.run(position, collective.call, arrays, collective.run)
+            return queue.run(position, call, arrays, run)
 
-        results = call_python(in_order, collective.inputs, collective.specs)
-        return differentiable(results, collective.gradient, collective.inputs)
+        return call_python(in_order, inputs, specs)
 
     def forget(self, name: str) -> None:
         """End the queue of a group that is destroyed, and those of groups made for its calls."""
-        with self._lock:
-            groups = [
-                group for group in self._queues_of_groups if name in (group.name, group.parent)
-            ]
-            # Queues leave the table under the lock, and end outside of it: a queue may be in a collective.
-            closed = [self._queues_of_groups.pop(group) for group in groups]
-        for queue in closed:
+        for queue in self._queues.forget(name).values():
             queue.close()
 
 
@@ -127,7 +110,7 @@ class SessionQueue:
     """The queue of one group on one of its members."""
 
     def __init__(
-        self, group: Group, health: Health, held: dict[Group, Row | None], from_first: FromFirst
+        self, health: Health, held: dict[Group, Row | None], from_first: FromFirst, group: Group
     ) -> None:
         self._group = group
         self._health = health

@@ -48,11 +48,7 @@ class StallWatch:
         context.health.count_transfers = self._counts.started
         start_thread("npu_device-stall", self._run)
 
-    def _position(self, group: Group) -> Position:
-        count = self._counts.find(group)
-        # A group that has just been destroyed has no count.
-        if count is None:
-            return {"begun": 0, "waiting": False, "call": None}
+    def _position(self, group: Group, count: Count) -> Position:
         position = count.position()
         held = self._held.get(group)
         if held is None or position["waiting"]:
@@ -66,7 +62,7 @@ class StallWatch:
         while not self._health.is_over:
             self._health.stop_if_missing(self._counts.waiting())
             for group, count in self._counts.of_all():
-                position = self._position(group)
+                position = self._position(group, count)
                 started, began, warned = since.get(count, (-1, 0.0, False))
                 if not position["waiting"]:
                     since.pop(count, None)
@@ -111,9 +107,9 @@ class StallWatch:
 
     def _answer(self, question: dict[str, Any]) -> Position:
         # Ranks at the same place give the same answer.
-        for group, _ in self._counts.of_all():
+        for group, count in self._counts.of_all():
             if group.name == question["group"] and ranges(group.ranks) == question["ranks"]:
-                position = self._position(group)
+                position = self._position(group, count)
                 call = position["call"]
                 short = None
                 if call is not None:

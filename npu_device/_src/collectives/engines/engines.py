@@ -8,9 +8,10 @@ and ranks may reach calls of different groups in any order.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Optional, Union
+from functools import partial
+from typing import Callable, Optional, TypeVar, Union
 
 import tensorflow as tf
 
@@ -25,12 +26,14 @@ from npu_device._src.collectives.dtypes import (
     wire_dtype,
 )
 from npu_device._src.collectives.engines.context import EngineContext
+from npu_device._src.collectives.engines.host.channel import Channel
 from npu_device._src.collectives.engines.host.host_engine import GraphOrders, HostEngine
 from npu_device._src.collectives.engines.host.memory_ring import Layout, MemoryRing
 from npu_device._src.collectives.engines.host.mpi_messages import MpiMessages
+from npu_device._src.collectives.engines.host.queue import HostQueue
 from npu_device._src.collectives.engines.host.sharing import FIRST_BYTE, connect
 from npu_device._src.collectives.engines.host.sockets import SmallMessages, SocketMesh
-from npu_device._src.collectives.engines.host.transfers import Pairs
+from npu_device._src.collectives.engines.host.transfers import PairQueue, Pairs
 from npu_device._src.collectives.engines.tensorflow.engine import TensorFlowEngine
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.hosts_of_job import JobHosts
@@ -48,7 +51,7 @@ class TwoLevelEngine:
 
     _hosts: JobHosts
     _within: HostEngine
-    _between: Engine
+    _between: LevelEngine
 
     def all_reduce(
         self,
@@ -57,18 +60,12 @@ class TwoLevelEngine:
         group: Group,
         wire: Wire,
         terms: Terms = AGREED,
+        root: int | None = None,
     ) -> list[TensorList]:
-        """Reduce segments. A segment is spread within the hosts after the next one has started between them: the
-        transfers in shared memory run in order, and would otherwise keep the next segment waiting for the network.
-        """
+        """Reduce segments to all ranks: for a root alone, only the last broadcast would be saved."""
         host, _ = self._levels(group)
-        results = []
-        reduced = []  # reduced between the hosts, and not spread on them yet
-        for segment in segments:
-            reduced.append(self._reduce(segment, reduction, group, wire))
-            if len(reduced) > 1:
-                results.append(self._within.broadcast(reduced.pop(0), 0, host))
-        return results + [self._within.broadcast(tensors, 0, host) for tensors in reduced]
+        reduced = (self._reduce(segment, reduction, group, wire) for segment in segments)
+        return _one_later(reduced, partial(self._from_lowest, host))
 
     def reduce_to_owners(
         self,
@@ -83,68 +80,67 @@ class TwoLevelEngine:
         to its lowest rank.
         """
         host, _ = self._levels(group)
-        results = []
-        reduced = []  # not spread yet, as in all_reduce
 
-        def spread(tensors: TensorList, owners_there: list[int]) -> TensorList:
+        def reduce(segment: Tensors, owners_there: Sequence[int]) -> tuple[TensorList, list[int]]:
+            """Return what belongs to this host, and the owners."""
+            lowest = self._lowest_of(group, owners_there)
+            local = [owner for owner, rank in zip(owners_there, lowest) if rank == host.ranks[0]]
+            owned = self._reduce(segment, reduction, group, wire, lowest)
+            return owned, [group.ranks[owner] for owner in local]
+
+        def spread(reduced: tuple[TensorList, list[int]]) -> TensorList:
+            tensors, owners_there = reduced
             # Only tensors that other ranks own are spread: the lowest rank has its own ones already.
             sent = [position for position, rank in enumerate(owners_there) if rank != host.ranks[0]]
             if sent:
-                received = self._within.broadcast([tensors[position] for position in sent], 0, host)
+                received = self._from_lowest(host, [tensors[position] for position in sent])
                 for position, tensor in zip(sent, received):
                     tensors[position] = tensor
             rank = group.ranks[group.rank]
             return [tensor for tensor, owner in zip(tensors, owners_there) if owner == rank]
 
-        for segment, owners_there in zip(segments, owners):
-            lowest = self._lowest_of(group, owners_there)
-            local = [position for position, rank in enumerate(lowest) if rank == host.ranks[0]]
-            owned = self._reduce(segment, reduction, group, wire, lowest)
-            reduced.append((owned, [group.ranks[owners_there[position]] for position in local]))
-            if len(reduced) > 1:
-                results.append(spread(*reduced.pop(0)))
-        return results + [spread(*waiting) for waiting in reduced]
+        return _one_later(map(reduce, segments, owners), spread)
 
-    def broadcast_from_owners(
+    def broadcast(
         self, tensors: TensorsOrSpecs, owners: Sequence[int], group: Group, terms: Terms = AGREED
     ) -> TensorList:
         """Send tensors from their owners to all ranks; see ``HostEngine``. Each host sends what its ranks own once."""
         host, between = self._levels(group)
         lowest = self._lowest_of(group, owners)
         local = [position for position, rank in enumerate(lowest) if rank == host.ranks[0]]
-        remote = [position for position in range(len(tensors)) if position not in set(local)]
+        remote = [position for position, rank in enumerate(lowest) if rank != host.ranks[0]]
         results = list(tensors)
 
-        def put(positions: Sequence[int], received: Sequence[tf.Tensor]) -> None:
-            for position, tensor in zip(positions, received):
-                results[position] = tensor
+        def spread(positions: list[int], owners_there: list[int]) -> None:
+            if positions:
+                sent = [results[position] for position in positions]
+                received = self._within.broadcast(sent, owners_there, host)
+                for position, tensor in zip(positions, received):
+                    results[position] = tensor
 
-        owned = [tensors[position] for position in local]
-        local_owners = [host.ranks.index(group.ranks[owners[position]]) for position in local]
-        if owned:
-            put(local, self._within.broadcast_from_owners(owned, local_owners, host))
+        spread(local, [host.ranks.index(group.ranks[owners[position]]) for position in local])
         if between is not None:
             hosts = list(map(between.ranks.index, lowest))
-            results = self._between_owners.broadcast_from_owners(results, hosts, between)
+            results = self._between.broadcast(results, hosts, between)
         # Only the lowest rank of a host has got what comes from other hosts.
-        if remote:
-            arrived = [results[position] for position in remote]
-            put(remote, self._within.broadcast(arrived, 0, host))
+        spread(remote, [0] * len(remote))
         return results
+
+    def _from_lowest(self, host: Group, tensors: Tensors) -> TensorList:
+        """Spread the tensors of the lowest rank of the host on it."""
+        return self._within.broadcast(tensors, [0] * len(tensors), host)
+
+    def _hosts_of(self, group: Group) -> dict[int, list[int]]:
+        """Return the members on each host, in their order."""
+        hosts: dict[int, list[int]] = {}
+        for rank in group.ranks:
+            hosts.setdefault(self._hosts.leaders[rank], []).append(rank)
+        return hosts
 
     def _lowest_of(self, group: Group, members: Sequence[int]) -> list[int]:
         """Return the lowest rank of the host of each member."""
-        leaders = self._hosts.leaders
-        by_host: dict[int, int] = {}
-        # In order, so that the first rank of a host is its lowest one.
-        for rank in sorted(group.ranks):
-            by_host.setdefault(leaders[rank], rank)
-        return [by_host[leaders[group.ranks[member]]] for member in members]
-
-    @property
-    def _between_owners(self) -> HostEngine:
-        assert isinstance(self._between, HostEngine), "the caller asks has_owners first"
-        return self._between
+        hosts = self._hosts_of(group)
+        return [hosts[self._hosts.leaders[group.ranks[member]]][0] for member in members]
 
     def _reduce(
         self,
@@ -167,7 +163,7 @@ class TwoLevelEngine:
         within_reduction = reduction
         if reduction == "mean":
             within_reduction = "sum"
-        sums = self._within.reduce(sums, within_reduction, 0, host)
+        [sums] = self._within.all_reduce([sums], within_reduction, host, None, root=0)
         if between is not None:
             sent_dtype = None
             if reduction in ("sum", "mean") and wire_dtype(dtype, wire) != sums[0].dtype:
@@ -175,44 +171,14 @@ class TwoLevelEngine:
             if lowest is None:
                 [sums] = self._between.all_reduce([sums], reduction, between, sent_dtype)
             else:
+                assert isinstance(self._between, HostEngine), "the caller asks has_owners first"
                 owners = list(map(between.ranks.index, lowest))
-                [sums] = self._between_owners.reduce_to_owners(
+                [sums] = self._between.reduce_to_owners(
                     [sums], [owners], reduction, between, sent_dtype
                 )
         elif lowest is not None:
             sums = [tensor for tensor, rank in zip(sums, lowest) if rank == host.ranks[0]]
         return [tf.cast(tensor, dtype) for tensor in sums]
-
-    def reduce(
-        self, tensors: Tensors, reduction: str, root: int, group: Group, terms: Terms = AGREED
-    ) -> TensorList:
-        """Reduce to all ranks."""
-        # Reducing to the root alone would save only the last broadcast.
-        [reduced] = self.all_reduce([tensors], reduction, group, None)
-        return reduced
-
-    def broadcast(
-        self, tensors: Tensors, root: int, group: Group, terms: Terms = AGREED
-    ) -> TensorList:
-        """Broadcast the root's tensors: to the lowest rank of the root's host, between hosts, and on every host."""
-        leaders = self._hosts.leaders
-        host, between = self._levels(group)
-        source = group.ranks[root]
-        received = list(tensors)
-        # Only the root's host starts with the values, and only if a member other than its leader
-        # has them.
-        if leaders[source] == leaders[group.ranks[group.rank]] and source != host.ranks[0]:
-            received = self._within.broadcast(received, host.ranks.index(source), host)
-        if between is not None:
-            leader = next(rank for rank in between.ranks if leaders[rank] == leaders[source])
-            received = self._between.broadcast(received, between.ranks.index(leader), between)
-        return self._within.broadcast(received, 0, host)
-
-    def all_gather(self, row: tf.Tensor, group: Group, terms: Terms = AGREED) -> tf.Tensor:
-        return self._between.all_gather(row, group, terms)
-
-    def all_to_all(self, rows: tf.Tensor, group: Group, terms: Terms = AGREED) -> tf.Tensor:
-        return self._between.all_to_all(rows, group, terms)
 
     def _levels(self, group: Group) -> tuple[Group, Group | None]:
         """Return the ranks of the group that share memory with this one; and the lowest ranks of all hosts, if it is
@@ -220,9 +186,7 @@ class TwoLevelEngine:
         """
         leaders = self._hosts.leaders
         rank = group.ranks[group.rank]
-        hosts: dict[int, list[int]] = {}
-        for member in group.ranks:
-            hosts.setdefault(leaders[member], []).append(member)
+        hosts = self._hosts_of(group)
         neighbours = tuple(hosts[leaders[rank]])
         # The parent name lets ``forget`` find this group when the whole group is destroyed.
         host = Group(f"{group.name}/host", neighbours, neighbours.index(rank), group.name)
@@ -238,7 +202,27 @@ class TwoLevelEngine:
         return host, between
 
 
-Engine = Union[HostEngine, TensorFlowEngine, TwoLevelEngine]
+_Reduced = TypeVar("_Reduced")
+
+
+def _one_later(
+    reduced: Iterable[_Reduced], spread: Callable[[_Reduced], TensorList]
+) -> list[TensorList]:
+    """Spread each segment within the hosts after the next one has started between them: the transfers in shared memory
+    run in order, and would otherwise keep the next segment waiting for the network.
+    """
+    results: list[TensorList] = []
+    waiting: list[_Reduced] = []
+    for segment in reduced:
+        results += map(spread, waiting)
+        waiting = [segment]
+    return [*results, *map(spread, waiting)]
+
+
+LevelEngine = Union[HostEngine, TensorFlowEngine]
+"""What moves rows that all ranks need of all others, and what moves data on a level or between hosts."""
+
+Engine = Union[LevelEngine, TwoLevelEngine]
 """What moves data for a group; ``HostEngine`` tells what each call does. In a graph each call, and each segment, waits
 only for its own tensors.
 
@@ -250,6 +234,8 @@ before.
 # The engines of a job
 
 
+Connect = Callable[[EngineContext, Group], Channel]
+
 _BACKGROUND_FROM_BYTES = 256 << 10
 
 
@@ -259,6 +245,20 @@ def _ring_of(context: EngineContext, group: Group) -> MemoryRing:
     return MemoryRing(
         memory, group.size, group.rank, check, FIRST_BYTE, withdraw_offer, context.has_own_core
     )
+
+
+def _queue_of(
+    context: EngineContext,
+    connect: Connect,
+    background_from: Callable[[EngineContext], int],
+    group: Group,
+) -> HostQueue:
+    """Return the queue of a group, given what makes its channel when its first transfer runs, and from how many bytes a
+    transfer goes to the background.
+    """
+    channel = partial(connect, context, group)
+    counts = context.counts.of(group)
+    return HostQueue(channel, counts, context.buffers, background_from(context))
 
 
 def _background_from(context: EngineContext) -> int:
@@ -282,16 +282,19 @@ class Engines:
     def __init__(self, context: EngineContext) -> None:
         self._context = context
         graph_orders = GraphOrders(context)
-        # Each engine on arrays gets what connects a group, and above how many bytes it works in the background.
-        self.shared_memory = HostEngine(context, graph_orders, _ring_of, _background_from)
-        self.messages = HostEngine(context, graph_orders, SmallMessages, lambda _: sys.maxsize)
+
+        def engine(connect: Connect, background_from: Callable[[EngineContext], int]) -> HostEngine:
+            return HostEngine(graph_orders, partial(_queue_of, context, connect, background_from))
+
+        self.shared_memory = engine(_ring_of, _background_from)
+        self.messages = engine(SmallMessages, lambda _: sys.maxsize)
         # These send segments in the background, whatever their size: TensorFlow computes meanwhile.
-        mpi = HostEngine(context, graph_orders, MpiMessages, lambda _: 0)
-        tcp = HostEngine(context, graph_orders, SocketMesh, lambda _: 0)
-        self.pairs = Pairs(context, graph_orders)
+        mpi = engine(MpiMessages, lambda _: 0)
+        tcp = engine(SocketMesh, lambda _: 0)
+        self.pairs = Pairs(graph_orders, partial(PairQueue, context))
         self.tensorflow = TensorFlowEngine(context)
         # The keys are the values of NPU_DEVICE_BACKEND.
-        self.by_name: dict[str, Engine] = {
+        self.by_name: dict[str, LevelEngine] = {
             "nccl": self.tensorflow,
             "mpi": mpi,
             "tensorflow": self.tensorflow,
@@ -309,7 +312,7 @@ class Engines:
             return engine
         return TwoLevelEngine(hosts, self.shared_memory, engine)
 
-    def engine_for_rows(self, group: Group, dtype: tf.DType) -> Engine:
+    def engine_for_rows(self, group: Group, dtype: tf.DType) -> LevelEngine:
         """Return the engine that gathers and exchanges rows of a dtype: every rank needs those of every other one."""
         hosts = self._context.hosts
         if hosts.uses_nccl(dtype):
@@ -319,7 +322,7 @@ class Engines:
         return self.by_name[hosts.engine]
 
     def has_owners(self, group: Group, dtype: tf.DType) -> bool:
-        """Return whether the engine of a group reduces tensors of a dtype to owners, and broadcasts from them."""
+        """Return whether the engine of a group reduces tensors of a dtype to owners."""
         return isinstance(self.engine_for_rows(group, dtype), HostEngine)
 
     def has_two_levels(self, group: Group, dtype: tf.DType) -> bool:

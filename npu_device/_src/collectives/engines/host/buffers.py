@@ -18,29 +18,13 @@ _IDLE_ROUNDS = 64
 _POOLED_FROM_BYTES = 32 << 10
 
 
-class _Buffer:
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self._memory = np.empty(size + ALIGNMENT, np.uint8)
-        # The allocator aligns to 16 bytes; the extra ones leave room to move up to the next
-        # multiple.
-        address = self._memory.__array_interface__["data"][0]
-        aligned = address + -address % ALIGNMENT
-        self.interface = {
-            "version": 3,
-            "typestr": "|u1",
-            "shape": (size,),
-            "data": (aligned, False),
-        }
-
-
 class _Lease:
     """What an array in a buffer, and all views of it, keep alive."""
 
-    def __init__(self, buffer: _Buffer, returned: deque[_Buffer]) -> None:
+    def __init__(self, buffer: np.ndarray, returned: deque[np.ndarray]) -> None:
         # numpy reads this attribute, and makes the lease the base of the array and of all its
         # views.
-        self.__array_interface__ = buffer.interface
+        self.__array_interface__ = buffer.__array_interface__
         self._buffer = buffer
         self._returned = returned
 
@@ -49,46 +33,44 @@ class _Lease:
         self._returned.append(self._buffer)
 
 
+def _aligned(size: int) -> np.ndarray:
+    # The allocator aligns to 16 bytes; the extra ones leave room to move up to the next
+    # multiple.
+    memory = np.empty(size + ALIGNMENT, np.uint8)
+    start = -memory.__array_interface__["data"][0] % ALIGNMENT
+    return memory[start : start + size]
+
+
 class BufferPool:
     """Buffers of one rank. A size that wasn't requested during the last 64 requests is freed."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._free = defaultdict[int, list[_Buffer]](list)  # free buffers by size
-        self._returned = deque[_Buffer]()
-        self._last_used: dict[int, int] = {}
-        self._round = 0
+        self._free = defaultdict[int, list[np.ndarray]](list)  # free buffers by size
+        self._returned = deque[np.ndarray]()
+        self._recent = deque[int](maxlen=_IDLE_ROUNDS)  # the sizes of the last requests
 
     def allocate(self, size: int) -> np.ndarray:
         """Return aligned memory: uint8, shape [size]. It is free again when the last array based on it is gone."""
         if size < _POOLED_FROM_BYTES:
-            memory = np.empty(size + ALIGNMENT, np.uint8)
-            start = -memory.__array_interface__["data"][0] % ALIGNMENT
-            return memory[start : start + size]
+            return _aligned(size)
         with self._lock:
-            self._round += 1
-            self._last_used[size] = self._round
+            self._recent.append(size)
             while self._returned:
                 buffer = self._returned.popleft()
                 # A size that was given up meanwhile isn't kept: its buffer goes back to the
                 # allocator here.
-                if buffer.size in self._last_used:
+                if buffer.size in self._free:
                     self._free[buffer.size].append(buffer)
-            if self._free[size]:
-                buffer = self._free[size].pop()
-            else:
+            if not self._free[size]:
                 # Idle buffers go only when memory is about to grow, so that a steady training loop never pays for the
                 # search.
-                self._forget_idle()
-                buffer = _Buffer(size)
+                for idle_size in self._free.keys() - set(self._recent):
+                    del self._free[idle_size]
+                self._free[size].append(_aligned(size))
+            buffer = self._free[size].pop()
         return np.asarray(_Lease(buffer, self._returned))
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """Return aligned memory as an array."""
         return self.allocate(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
-
-    def _forget_idle(self) -> None:
-        used = self._last_used.items()
-        for size in [size for size, last_round in used if self._round - last_round > _IDLE_ROUNDS]:
-            del self._last_used[size]
-            self._free.pop(size, None)

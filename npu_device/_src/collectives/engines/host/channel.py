@@ -11,7 +11,7 @@ import enum
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Callable, NamedTuple, Optional, Protocol
+from typing import Any, Callable, NamedTuple, Optional
 
 import numpy as np
 
@@ -128,12 +128,22 @@ class Stream:
         arrays = [array / array.dtype.type(share) for array in self.arrays]
         return Stream(self.shapes, self.dtype, arrays)
 
-    def results(self, pool: BufferPool, dtype: np.dtype) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Return memory for the whole stream in some dtype, flat, and the arrays in it, in their shapes."""
-        flat = pool.allocate(self.length * dtype.itemsize).view(dtype)
+    def results(
+        self, pool: BufferPool, dtype: np.dtype, owned: range | None = None
+    ) -> tuple[np.ndarray, list[np.ndarray]]:
+        """Return memory for the stream, or the part of it that holds some arrays, in some dtype, flat; and those arrays
+        in it, in their shapes.
+        """
+        if owned is None:
+            owned = range(len(self.starts))
+        edges = [*self.starts, self.length]
+        first = edges[owned.start]
+        flat = pool.allocate((edges[owned.stop] - first) * dtype.itemsize).view(dtype)
         arrays = []
-        for start, length, shape in zip(self.starts, self.lengths, self.shapes):
-            arrays.append(flat[start : start + length].reshape(shape))
+        for position in owned:
+            begin = edges[position] - first
+            end = begin + self.lengths[position]
+            arrays.append(flat[begin:end].reshape(self.shapes[position]))
         return flat, arrays
 
 
@@ -225,30 +235,39 @@ class Wait(enum.Enum):
     SPINNING = enum.auto()  # spins for a while before it sleeps, as it needs the result
 
 
-class Channel(Protocol):
-    """The connection that carries the members' data. Its contract: a member publishes, others read a view of that."""
+class Channel:
+    """The connection that carries the members' data. Its contract: a member publishes, others read a view of that.
 
-    size: int
-    rank: int
-    counts: tuple[int, ...]  # for each member, the number of ranks whose sum it contributes
+    Attributes:
+        counts: for each member, the number of ranks whose sum it contributes.
+        buffers: memory for what is neither the script's nor a result.
+    """
+
     reaches_all: bool  # what a member publishes reaches all at the cost of one copy; else each reader is sent its part
     ahead: int  # how many rounds a member publishes before it has to read
-    buffers: BufferPool  # memory for what is neither the script's nor a result
     slot_bytes: int  # the most that a member publishes in one round
+
+    def __init__(self, size: int, rank: int, counts: tuple[int, ...], buffers: BufferPool) -> None:
+        self.size = size
+        self.rank = rank
+        self.counts = counts
+        self.buffers = buffers
+
+    def others(self, member: int) -> list[int]:
+        """Return the other members than one, from the next one on, so that not all begin with the same one."""
+        return [(member + step) % self.size for step in range(1, self.size)]
 
     def run(self, rounds: Rounds, head: Head | None) -> Program:
         """Return the program that runs rounds, and pauses where it would have to wait. A head is compared before
         anybody reads.
         """
+        raise NotImplementedError
 
     def advance(self, program: Any, wait: Wait) -> bool:
         """Run a program to its end, or as far as it goes without blocking; return whether it has ended. The next call
         resumes it.
         """
+        raise NotImplementedError
 
-    def withdraw_offer(self) -> None:
-        """Withdraw what members needed to find each other: the first transfer has ended, and so all have come; or the
-        group is destroyed.
-        """
-
-    def close(self) -> None: ...
+    def close(self) -> None:
+        raise NotImplementedError

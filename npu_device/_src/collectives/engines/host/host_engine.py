@@ -15,6 +15,7 @@ import itertools
 import math
 import weakref
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, Callable, Protocol
@@ -35,15 +36,10 @@ from npu_device._src.collectives.dtypes import (
 from npu_device._src.collectives.engines.context import EngineContext
 from npu_device._src.collectives.engines.host import transfer_rounds
 from npu_device._src.collectives.engines.host.buffers import BufferPool
-from npu_device._src.collectives.engines.host.channel import Channel, Stream
-from npu_device._src.collectives.engines.host.queue import (
-    ArrayTransfer,
-    Finished,
-    HostQueue,
-    Prepared,
-)
+from npu_device._src.collectives.engines.host.channel import Stream
+from npu_device._src.collectives.engines.host.queue import ArrayTransfer, Finished, Prepared
 from npu_device._src.collectives.graph import Order, step_data
-from npu_device._src.collectives.group import Group
+from npu_device._src.collectives.group import Group, GroupTable
 
 
 class GroupQueue(Protocol):
@@ -65,13 +61,10 @@ class GroupQueue(Protocol):
 class ArrayEngine:
     """Transfers of groups, in eager mode and in graphs; ``queue_of`` makes the queue of a group at its first one."""
 
-    def __init__(self, context: EngineContext, graph_orders: GraphOrders) -> None:
-        self._making = context.making
+    def __init__(self, graph_orders: GraphOrders, queue_of: Callable[[Group], GroupQueue]) -> None:
         self._graph_orders = graph_orders
-        self.queues: dict[Group, GroupQueue] = {}
-
-    def queue_of(self, group: Group) -> GroupQueue:
-        raise NotImplementedError
+        self._queue_of = queue_of
+        self.queues = GroupTable[GroupQueue]()
 
     def run(
         self,
@@ -81,12 +74,7 @@ class ArrayEngine:
         terms: Terms,
     ) -> list[TensorList]:
         """Run transfers, each on its inputs, and return their results; the first one carries the terms."""
-        # Two threads of a script may make the first call of a group at once.
-        with self._making:
-            queue = self.queues.get(group)
-            if queue is None:
-                queue = self.queue_of(group)
-                self.queues[group] = queue
+        queue = self.queues.of(group, self._queue_of)
         if not tf.executing_eagerly():
             return self._graph_orders.run(queue, transfers, inputs, terms)
         results = []
@@ -100,40 +88,13 @@ class ArrayEngine:
 
     def forget(self, name: str) -> None:
         """Close the queues of a group that is destroyed, and of the groups made for its calls."""
-        # Only the table is changed under the lock: closing waits for transfers in progress.
-        with self._making:
-            groups = [group for group in self.queues if name in (group.name, group.parent)]
-            closed = [self.queues.pop(group) for group in groups]
-        for queue in closed:
+        # They leave the table before they are closed, which waits for transfers in progress.
+        for queue in self.queues.forget(name).values():
             queue.close()
 
 
 class HostEngine(ArrayEngine):
-    """An engine whose transfers Python runs; see ``engines.Engine``.
-
-    Args:
-        connect: makes the channel of a group, when its first transfer runs: a class of channels, or what prepares one.
-        background_from: returns the bytes above which a transfer goes to the background thread; see ``HostQueue``.
-    """
-
-    def __init__(
-        self,
-        context: EngineContext,
-        graph_orders: GraphOrders,
-        connect: Callable[[EngineContext, Group], Channel],
-        background_from: Callable[[EngineContext], int],
-    ) -> None:
-        super().__init__(context, graph_orders)
-        self._context = context
-        self._connect = connect
-        self._background_from = background_from
-
-    def queue_of(self, group: Group) -> HostQueue:
-        context = self._context
-        connect = partial(self._connect, context, group)
-        return HostQueue(
-            connect, context.counts.of(group), context.buffers, self._background_from(context)
-        )
+    """An engine whose transfers Python runs; see ``engines.Engine``."""
 
     def all_reduce(
         self,
@@ -142,27 +103,30 @@ class HostEngine(ArrayEngine):
         group: Group,
         wire: Wire,
         terms: Terms = AGREED,
+        root: int | None = None,
     ) -> list[TensorList]:
-        """Reduce segments, lists of tensors of one dtype; return the results of each, the same bits on every rank.
+        """Reduce segments, lists of tensors of one dtype; return the results of each, the same bits on every rank. With
+        a root, only that rank gets them, and the others values of their shapes and dtype.
 
         A mean is over all ranks that the members stand for (``Group.counts``). float32 and float64 tensors are sent in
         the dtype ``wire``; sums are exact to float32 either way, and never infinite if the true sum is finite.
         """
-        make = partial(
-            _reduction, reduction=reduction, wire=wire, readers=range(group.size), rank=group.rank
-        )
-        return self.run(group, list(map(make, segments)), segments, terms)
-
-    def reduce(
-        self, tensors: Tensors, reduction: str, root: int, group: Group, terms: Terms = AGREED
-    ) -> TensorList:
-        """Reduce tensors of one dtype to one rank; the other ranks get values of the result's shapes and dtype."""
-        transfer = _reduction(tensors, reduction, None, [root], group.rank)
-        [results] = self.run(group, [transfer], [tensors], terms)
-        if group.rank == root:
+        readers: Sequence[int] = range(group.size)
+        if root is not None:
+            readers = [root]
+        reads = group.rank in readers
+        rounds = partial(transfer_rounds.reduce, readers=readers)
+        transfers = []
+        for segment in segments:
+            owned = range(len(segment) * reads)
+            transfers.append(_reduction(segment, reduction, wire, owned, rounds))
+        results = self.run(group, transfers, segments, terms)
+        if reads:
             return results
-        # Values of the right shapes and dtype are enough, since only the root's are used.
-        return [tf.cast(tensor, reduced_dtype(tensor.dtype, reduction)) for tensor in tensors]
+        return [
+            [tf.cast(tensor, reduced_dtype(tensor.dtype, reduction)) for tensor in segment]
+            for segment in segments
+        ]
 
     def reduce_to_owners(
         self,
@@ -183,41 +147,24 @@ class HostEngine(ArrayEngine):
             order = sorted(range(len(tensors)), key=owners_there.__getitem__)
             inputs.append([tensors[position] for position in order])
             ordered_owners = [owners_there[position] for position in order]
-            transfers.append(
-                _reduction_to_owners(inputs[-1], ordered_owners, reduction, group, wire)
-            )
+            firsts = [bisect_left(ordered_owners, member) for member in range(group.size + 1)]
+            owned = range(firsts[group.rank], firsts[group.rank + 1])
+            rounds = partial(transfer_rounds.reduce_to_owners, firsts=firsts)
+            transfers.append(_reduction(inputs[-1], reduction, wire, owned, rounds))
         return self.run(group, transfers, inputs, terms)
 
-    def broadcast_from_owners(
+    def broadcast(
         self, tensors: TensorsOrSpecs, owners: Sequence[int], group: Group, terms: Terms = AGREED
     ) -> TensorList:
-        """Return all tensors on every rank, given this member's own ones and the specs of the others: any dtypes, with
-        known shapes.
+        """Return all tensors on every rank, each from the member that owns it; any dtypes, the same shapes and dtypes
+        everywhere. Of what other members own, a spec will do if it has all dimensions.
         """
-        owned = [tensor for tensor, owner in zip(tensors, owners) if owner == group.rank]
-        transfer, order = _broadcast_from_owners(tensors, owners, group)
-        [received] = self.run(group, [transfer], [owned], terms)
+        transfer, inputs, outputs = _broadcast(tensors, owners, group)
+        [received] = self.run(group, [transfer], [[tensors[i] for i in inputs]], terms)
         results = list(tensors)
-        for position, tensor in zip(order, received):
+        for position, tensor in zip(outputs, received):
             results[position] = tensor
         return results
-
-    def broadcast(
-        self, tensors: Tensors, root: int, group: Group, terms: Terms = AGREED
-    ) -> TensorList:
-        """Return the tensors of the root on every rank; any dtypes, the same shapes and dtypes everywhere."""
-        sends = group.rank == root
-        has_shapes = all(tensor.shape.is_fully_defined() for tensor in tensors)
-        # The rank's own tensors give the shapes where these are unknown. Otherwise a receiver has no inputs, so that it
-        # doesn't wait for tensors that the result replaces.
-        inputs = tensors
-        if has_shapes and not sends:
-            inputs = []
-        [received] = self.run(group, [_broadcast(tensors, root, sends)], [inputs], terms)
-        if sends:
-            # The root has its values already; a copy by the channel would only cost time.
-            return [tf.identity(tensor) for tensor in tensors]
-        return received
 
     def all_gather(self, row: tf.Tensor, group: Group, terms: Terms = AGREED) -> tf.Tensor:
         """Return all ranks' rows on every rank: [n] in, [group.size, n] out; n is the same on all ranks."""
@@ -254,111 +201,54 @@ class HostEngine(ArrayEngine):
 
 
 def _reduction(
-    tensors: Tensors, reduction: str, wire: Wire, readers: Sequence[int], rank: int
+    tensors: Tensors, reduction: str, wire: Wire, owned: range, rounds: Callable
 ) -> ArrayTransfer:
+    """Return the reduction of tensors of which this member gets those that it owns, by the rounds of a reduction."""
     dtype = reduced_dtype(tensors[0].dtype, reduction)
-    reads = rank in readers
     sent_dtype = np.dtype((wire or tensors[0].dtype).as_numpy_dtype)
-    array_dtype = np.dtype(dtype.as_numpy_dtype)
 
     def prepare(arrays: ArrayList, buffers: BufferPool) -> Prepared:
-        shapes = list(map(np.shape, arrays))
-        flat_arrays = list(map(np.ravel, arrays))
-        stream = Stream(shapes, sent_dtype, flat_arrays)
-        flat = None
-        results: ArrayList = []
-        if reads:
-            flat, results = stream.results(buffers, array_dtype)
-        reduce = partial(transfer_rounds.reduce, stream=stream, result=flat, dtype=array_dtype)
-        return partial(reduce, reduction=reduction, readers=readers), results
+        stream = Stream(list(map(np.shape, arrays)), sent_dtype, list(map(np.ravel, arrays)))
+        flat, results = stream.results(buffers, np.dtype(dtype.as_numpy_dtype), owned)
+        return partial(rounds, stream=stream, result=flat, reduction=reduction), results
 
-    outputs = []
-    if reads:
-        outputs = [tf.TensorSpec(tensor.shape, dtype) for tensor in tensors]
+    outputs = [tf.TensorSpec(tensors[position].shape, dtype) for position in owned]
     return ArrayTransfer(outputs, prepare)
 
 
-def _reduction_to_owners(
-    tensors: Tensors, owners: Sequence[int], reduction: str, group: Group, wire: Wire
-) -> ArrayTransfer:
-    """Return the reduction of tensors that are in the order of their owners."""
-    rank = group.rank
-    dtype = reduced_dtype(tensors[0].dtype, reduction)
-    sent_dtype = np.dtype((wire or tensors[0].dtype).as_numpy_dtype)
-    array_dtype = np.dtype(dtype.as_numpy_dtype)
-    firsts = [bisect_left(owners, member) for member in range(group.size + 1)]
-    owned = slice(firsts[rank], firsts[rank + 1])
-
-    def prepare(arrays: ArrayList, buffers: BufferPool) -> Prepared:
-        shapes = list(map(np.shape, arrays))
-        stream = Stream(shapes, sent_dtype, list(map(np.ravel, arrays)))
-        starts = [*stream.starts, stream.length]
-        bounds = [starts[position] for position in firsts]
-        # A part of a stream has the same gaps as the whole one, as each of its arrays is aligned.
-        flat, results = Stream(shapes[owned], sent_dtype).results(buffers, array_dtype)
-        reduce = partial(
-            transfer_rounds.reduce_to_owners, stream=stream, bounds=bounds, result=flat
-        )
-        return partial(reduce, dtype=array_dtype, reduction=reduction), results
-
-    return ArrayTransfer([tf.TensorSpec(tensor.shape, dtype) for tensor in tensors[owned]], prepare)
-
-
-def _broadcast_from_owners(
+def _broadcast(
     tensors: TensorsOrSpecs, owners: Sequence[int], group: Group
-) -> tuple[ArrayTransfer, list[int]]:
-    """Return the transfer, whose inputs are this member's tensors, and the positions of its results."""
-    rank = group.rank
-    specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
-    sizes = [(spec.shape.num_elements() * spec.dtype.size,) for spec in specs]
-    by_member: list[list[int]] = [[] for _ in range(group.size)]
+) -> tuple[ArrayTransfer, list[int], list[int]]:
+    """Return the transfer, and the positions of its inputs and of its outputs among the tensors."""
+    by_member = defaultdict[int, list[int]](list)
     for position, owner in enumerate(owners):
         by_member[owner].append(position)
-    senders = [member for member in range(group.size) if member != rank]
-    order = [position for member in senders for position in by_member[member]]
+    own = by_member.pop(group.rank, [])
+    outputs = [position for positions in by_member.values() for position in positions]
+    # The rank's own tensors give the shapes where these are unknown. Otherwise a receiver has no inputs, so that it
+    # doesn't wait for tensors that the result replaces.
+    unknown = [i for i in outputs if not tensors[i].shape.is_fully_defined()]
+    inputs = own + unknown
+    static_shapes = {i: tensors[i].shape.as_list() for i in outputs if i not in unknown}
+    dtypes = [np.dtype(tensor.dtype.as_numpy_dtype) for tensor in tensors]
 
     def prepare(arrays: ArrayList, buffers: BufferPool) -> Prepared:
         # As bytes, tensors of all dtypes of one owner are one stream.
         as_bytes = np.dtype(np.uint8)
-        flats = [array.reshape(-1).view(np.uint8) for array in arrays]
-        stream = Stream([sizes[position] for position in by_member[rank]], as_bytes, flats)
-        rows: ArrayList = [np.empty(0, np.uint8)] * group.size
+        flats = [array.reshape(-1).view(as_bytes) for array in arrays[: len(own)]]
+        stream = Stream([flat.shape for flat in flats], as_bytes, flats)
+        shapes = {**static_shapes, **dict(zip(inputs, map(np.shape, arrays)))}
+        rows: ArrayList = [np.empty(0, as_bytes)] * group.size
         results = []
-        for member in senders:
-            positions = by_member[member]
-            received = Stream([sizes[position] for position in positions], as_bytes)
-            rows[member], parts = received.results(buffers, as_bytes)
+        for member, positions in by_member.items():
+            sizes = [(math.prod(shapes[i]) * dtypes[i].itemsize,) for i in positions]
+            rows[member], parts = Stream(sizes, as_bytes).results(buffers, as_bytes)
             for position, flat in zip(positions, parts):
-                spec = specs[position]
-                typed = flat.view(np.dtype(spec.dtype.as_numpy_dtype))
-                results.append(typed.reshape(spec.shape.as_list()))
-        return partial(transfer_rounds.broadcast_from_owners, stream=stream, results=rows), results
+                results.append(flat.view(dtypes[position]).reshape(shapes[position]))
+        return partial(transfer_rounds.broadcast, stream=stream, results=rows), results
 
-    return ArrayTransfer([specs[position] for position in order], prepare), order
-
-
-def _broadcast(tensors: Tensors, root: int, sends: bool) -> ArrayTransfer:
-    specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
-    dtypes = [np.dtype(spec.dtype.as_numpy_dtype) for spec in specs]
-
-    def prepare(arrays: ArrayList, buffers: BufferPool) -> Prepared:
-        shapes = [array.shape for array in arrays]
-        if not arrays:
-            shapes = [tuple(spec.shape.as_list()) for spec in specs]
-        sizes = [(math.prod(shape) * dtype.itemsize,) for shape, dtype in zip(shapes, dtypes)]
-        # As bytes, tensors of all dtypes are one stream.
-        if sends:
-            flats = [array.reshape(-1).view(np.uint8) for array in arrays]
-            stream = Stream(sizes, np.dtype(np.uint8), flats)
-            return partial(transfer_rounds.broadcast, stream=stream, result=None, root=root), []
-        stream = Stream(sizes, np.dtype(np.uint8))
-        flat, received = stream.results(buffers, stream.dtype)
-        results = []
-        for array, dtype, shape in zip(received, dtypes, shapes):
-            results.append(array.view(dtype).reshape(shape))
-        return partial(transfer_rounds.broadcast, stream=stream, result=flat, root=root), results
-
-    return ArrayTransfer([] if sends else specs, prepare)
+    specs = [tf.TensorSpec(tensors[i].shape, tensors[i].dtype) for i in outputs]
+    return ArrayTransfer(specs, prepare), inputs, outputs
 
 
 def _tensor(array: np.ndarray) -> tf.Tensor:
@@ -399,53 +289,43 @@ class GraphOrders:
         """Add transfers to the graph of a tf.function, and return their results."""
         self._prepare()
         with tf.device(self._device), tf.control_dependencies(step_data()):
-            if len(transfers) == 1 and queue.in_order:
-                return [self._start_and_finish(queue, transfers[0], inputs[0], terms)]
-            # A graph carries only tensors: a number stands for the transfer in progress.
-            tickets = []
+            tickets: TensorList = []
             # All transfers start before the first is waited for, so that they travel together.
             for transfer, tensors in zip(transfers, inputs):
-                tickets.append(self._start(queue, transfer, tensors, terms))
+                arguments = [tf.convert_to_tensor(terms.shapes), *tensors]
+                # What a graph calls must not refer to a tensor of it.
+                start = partial(self._start, queue, transfer, terms._replace(shapes=0))
+                if len(transfers) == 1 and queue.in_order:
+                    # One operation starts and waits: only later transfers of the program wait for it.
+                    start_and_finish = partial(self._start_and_finish, queue, start)
+                    return [_waited_for(self._starts, start_and_finish, arguments, transfer)]
+                tickets += self._starts.call(partial(self._start_only, start), arguments)
                 terms = terms.of_later_transfers()
         with tf.device(self._device), tf.control_dependencies(tickets):
             return list(map(partial(self._finish, queue), transfers, tickets))
 
-    def _start_and_finish(
-        self, queue: GroupQueue, transfer: ArrayTransfer, inputs: Tensors, terms: Terms
-    ) -> TensorList:
-        """Add one operation that starts and waits, in the order of the starts: only later transfers of the program wait
-        for it.
-        """
-        shapes = tf.convert_to_tensor(terms.shapes)
-        # What a graph calls must not refer to a tensor of it.
-        terms = terms._replace(shapes=0)
-
-        def run(shapes: Any, *arrays: np.ndarray) -> list:
-            self._context.health.require_running()
-            terms_here = terms._replace(shapes=int(shapes))
-            started = queue.start(transfer, terms_here, list(arrays), computes_meanwhile=False)
-            return _of_graph(queue.finish(started))
-
-        return _waited_for(self._starts, run, [shapes, *inputs], transfer)
-
     def _start(
-        self, queue: GroupQueue, transfer: ArrayTransfer, inputs: Tensors, terms: Terms
-    ) -> tf.Tensor:
-        """Add the operation that starts; return a number by which the graph finishes it."""
-        shapes = tf.convert_to_tensor(terms.shapes)
-        # As in ``_start_and_finish``, it must not refer to a tensor of the graph.
-        terms = terms._replace(shapes=0)
+        self,
+        queue: GroupQueue,
+        transfer: ArrayTransfer,
+        terms: Terms,
+        computes_meanwhile: bool,
+        shapes: Any,
+        *arrays: np.ndarray,
+    ) -> Any:
+        # A rank that has stopped begins no transfer, even if the other members would come at once.
+        self._context.health.require_running()
+        terms = terms._replace(shapes=int(shapes))
+        return queue.start(transfer, terms, list(arrays), computes_meanwhile=computes_meanwhile)
 
-        def start(shapes: Any, *arrays: np.ndarray) -> list[np.int64]:
-            # A rank that has stopped begins no transfer, even if the other members would come at once.
-            self._context.health.require_running()
-            ticket = next(self._tickets)
-            terms_here = terms._replace(shapes=int(shapes))
-            started = queue.start(transfer, terms_here, list(arrays), computes_meanwhile=True)
-            self._started[ticket] = started
-            return [np.int64(ticket)]
+    def _start_and_finish(self, queue: GroupQueue, start: Callable, *arrays: Any) -> list:
+        return _of_graph(queue.finish(start(False, *arrays)))
 
-        return self._starts.call(start, [shapes, *inputs])[0]
+    def _start_only(self, start: Callable, *arrays: Any) -> list[np.int64]:
+        """Start a transfer, and return a number that stands for it: a graph carries only tensors."""
+        ticket = next(self._tickets)
+        self._started[ticket] = start(True, *arrays)
+        return [np.int64(ticket)]
 
     def _finish(self, queue: GroupQueue, transfer: ArrayTransfer, ticket: tf.Tensor) -> TensorList:
         def finish(ticket: Any) -> list:

@@ -13,7 +13,6 @@ waiting rank can check the others in between.
 from __future__ import annotations
 
 import ctypes
-import math
 import mmap
 import platform
 import sys
@@ -27,6 +26,7 @@ from npu_device._src.cluster.time_limits import CHECK_SECONDS
 from npu_device._src.collectives.engines.host.buffers import BufferPool
 from npu_device._src.collectives.engines.host.channel import (
     HEAD_WORDS,
+    Channel,
     Head,
     Program,
     Round,
@@ -134,13 +134,13 @@ class Layout:
         self.bytes = self.rings_offset + size * self.slots * self.slot_bytes
 
 
-class MemoryRing:
+class MemoryRing(Channel):
     """The end of one member; see ``channel.Channel``. The mapping begins as zeros from ``offset`` on.
 
     Args:
         while_waiting: called between two slices of a long wait; raises when waiting is pointless.
         offset: where in the mapping the counters, heads and rings begin.
-        withdraw_offer: called when the first transfer has ended, as all members have come, and when the channel closes.
+        withdraw_offer: called when a transfer has ended, as all members have come, and when the channel closes.
         spins: look for a while before sleeping; with more ranks than cores, that takes the core from the awaited ones.
     """
 
@@ -157,14 +157,11 @@ class MemoryRing:
         withdraw_offer: Callable[[], None] = lambda: None,
         spins: bool = False,
     ) -> None:
+        super().__init__(size, rank, (1,) * size, BufferPool())
         layout = Layout(size)
-        self.size = size
-        self.rank = rank
-        self.counts = (1,) * size
         self.slots = layout.slots
         self.slot_bytes = layout.slot_bytes
-        self.buffers = BufferPool()
-        self.withdraw_offer = withdraw_offer
+        self._withdraw_offer = withdraw_offer
         self._step = 0
         self._while_waiting = while_waiting
         self._spins = spins
@@ -175,12 +172,10 @@ class MemoryRing:
             start = offset + 2 * member * _COUNTER_BYTES
             self._write_counters.append(Counter(memory, start))
             self._read_counters.append(Counter(memory, start + _COUNTER_BYTES))
-        shape = (size, self.slots, HEAD_WORDS)
-        heads = np.frombuffer(memory, np.int32, math.prod(shape), offset + layout.heads_offset)
-        self._heads = heads.reshape(shape)
-        shape = (size, self.slots, self.slot_bytes)
-        rings = np.frombuffer(memory, np.uint8, math.prod(shape), offset + layout.rings_offset)
-        self._rings = rings.reshape(shape)
+        heads = (size, self.slots, HEAD_WORDS)
+        self._heads = np.ndarray(heads, np.int32, memory, offset + layout.heads_offset)
+        rings = (size, self.slots, self.slot_bytes)
+        self._rings = np.ndarray(rings, np.uint8, memory, offset + layout.rings_offset)
 
     def run(self, rounds: Rounds, head: Head | None) -> Program:
         """Run rounds: in each, members publish a slot, and all read what they need of it. With a head, no member
@@ -244,7 +239,7 @@ class MemoryRing:
 
     def close(self) -> None:
         # Once every member has mapped the memory, it needs no name: it goes with its last reader.
-        self.withdraw_offer()
+        self._withdraw_offer()
 
     def advance(self, program: Program, wait: Wait) -> bool:
         """Run a program, which yields the counter and the count to wait for; see ``channel.Channel``."""
@@ -259,6 +254,8 @@ class MemoryRing:
                 return False
             if not counter.wait_for(count, looks):
                 self._while_waiting()
+        # The first transfer has ended, and so all members have come: later ones find nothing to withdraw.
+        self._withdraw_offer()
         return True
 
 

@@ -7,8 +7,16 @@ from typing import Any, NamedTuple, Optional
 
 import numpy as np
 
-from npu_device._src.collectives.engines.host.buffers import BufferPool
-from npu_device._src.collectives.engines.host.channel import Head, Program, Round, Rounds
+from npu_device._src.collectives.engines.context import EngineContext
+from npu_device._src.collectives.engines.host.channel import (
+    Channel,
+    Head,
+    Program,
+    Round,
+    Rounds,
+    ignore,
+)
+from npu_device._src.collectives.group import Group, counts_of
 
 # A member's share of a slot, small enough to stay in the cache (docs/notes.md).
 _MEMBER_BYTES = 512 << 10
@@ -24,7 +32,7 @@ class _StartedRound(NamedTuple):
     rows: list[Optional[np.ndarray]]  # memory for the values of each member
 
 
-class MessageChannel:
+class MessageChannel(Channel):
     """A channel whose members send messages to each other; see ``channel.Channel``. All start the same messages in the
     same order, so that a message needs no name.
     """
@@ -32,12 +40,10 @@ class MessageChannel:
     reaches_all = False
     ahead = 4
 
-    def __init__(self, size: int, rank: int, counts: tuple[int, ...], buffers: BufferPool) -> None:
-        self.size = size
-        self.rank = rank
-        self.counts = counts
-        self.buffers = buffers
-        self.slot_bytes = min(_MOST_SLOT_BYTES, size * _MEMBER_BYTES)
+    def __init__(self, context: EngineContext, group: Group) -> None:
+        super().__init__(group.size, group.rank, counts_of(group), context.buffers)
+        self.slot_bytes = min(_MOST_SLOT_BYTES, group.size * _MEMBER_BYTES)
+        self._health = context.health
 
     def send(self, member: int, data: np.ndarray) -> Any:
         """Start to send bytes to a member: uint8, shape [n]. They must stay as they are until the message has ended.
@@ -49,9 +55,6 @@ class MessageChannel:
     def receive(self, member: int, data: np.ndarray) -> Any:
         """Start to receive the next message of a member: uint8, shape [n], as many as it has sent."""
         raise NotImplementedError
-
-    def withdraw_offer(self) -> None:
-        """Do nothing: no secret is withdrawn when all members have come."""
 
     def run(self, rounds: Rounds, head: Head | None) -> Program:
         """Run rounds, of which several are on their way. The members have agreed on the call: there is no head."""
@@ -83,7 +86,7 @@ class MessageChannel:
                 messages.append(self.receive(member, row.view(np.uint8)))
         source = exchange.source
         if source is not None:
-            if self._reads(exchange) and not exchange.targets:
+            if exchange.read is not ignore and not exchange.targets:
                 # A reduction reads the member's own values as it reads received ones.
                 rows[self.rank] = source.slice(*exchange.span(self.rank), self.buffers)
             messages += self._send_all(exchange)
@@ -99,7 +102,7 @@ class MessageChannel:
         if exchange.targets:
             return dict(exchange.targets)
         start, end = exchange.span(self.rank)
-        senders = [member for member in self._neighbours() if member in exchange.publishers]
+        senders = [member for member in self.others(self.rank) if member in exchange.publishers]
         return {member: self.buffers.array((end - start,), exchange.dtype) for member in senders}
 
     def _send_all(self, exchange: Round) -> list:
@@ -111,7 +114,7 @@ class MessageChannel:
         if len(exchange.spans) == 1:
             common = source.slice(*exchange.spans[0], self.buffers)
         messages = []
-        for member in self._neighbours():
+        for member in self.others(self.rank):
             start, end = exchange.span(member)
             if start < end and (exchange.readers is None or member in exchange.readers):
                 sent = common
@@ -119,7 +122,3 @@ class MessageChannel:
                     sent = source.slice(start, end, self.buffers)
                 messages.append(self.send(member, sent.view(np.uint8)))
         return messages
-
-    def _neighbours(self) -> list[int]:
-        """Return the other members, from the next one on, so that not all begin with the same one."""
-        return [(self.rank + step) % self.size for step in range(1, self.size)]

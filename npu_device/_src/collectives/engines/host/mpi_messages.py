@@ -26,7 +26,7 @@ from npu_device._src.collectives.engines.host import transfer_rounds
 from npu_device._src.collectives.engines.host.channel import Program, Stream, Wait
 from npu_device._src.collectives.engines.host.message_channel import MessageChannel
 from npu_device._src.collectives.engines.host.mpi_world import MpiWorld
-from npu_device._src.collectives.group import Group, counts_of
+from npu_device._src.collectives.group import Group
 from npu_device._src.membership import launchers
 from npu_device._src.threads import start_thread
 
@@ -42,8 +42,7 @@ class MpiMessages(MessageChannel):
 
     def __init__(self, context: EngineContext, group: Group) -> None:
         assert context.mpi_world is not None
-        super().__init__(group.size, group.rank, counts_of(group), context.buffers)
-        self._health = context.health
+        super().__init__(context, group)
         self._world = context.mpi_world
         self._group = group
         self._comm: Any = None
@@ -173,26 +172,18 @@ def open_world(context: EngineContext, wanted: bool, on_exit: OnExit) -> Sequenc
     """Start MPI, and return for each rank why that fails; nothing if it works. Every rank calls this. Unless it is
     ``wanted``, MPI is started only if an ``mpiexec`` started the ranks. ``on_exit`` is given what ends MPI.
     """
-    gather = partial(context.control.gather, timeout=limits.LATEST_ANSWER_SECONDS)
-    problems = gather("mpi/found", _problem(context, wanted))
-    if not any(problems):
-        problems = gather("mpi/started", _start(context, on_exit))
-    if not any(problems):
-        mpi = importlib.import_module("mpi4py.MPI")
-        comm = mpi.COMM_WORLD.Split(0, context.cluster.rank)
-        # By default, MPI ends all ranks at an error, without naming the group.
-        comm.Set_errhandler(mpi.ERRORS_RETURN)
-        tags = min(comm.Get_attr(mpi.TAG_UB) or _TAGS_OF_ALL, _MOST_TAGS)
-        world = MpiWorld(mpi, comm, tags, _library(mpi))
-        context.mpi_world = world
-        problems = gather("mpi/checked", _check_sum(context, world))
+    stages = {
+        "mpi/found": partial(_problem, context, wanted),
+        "mpi/started": partial(_start, context, on_exit),
+        "mpi/checked": partial(_connect, context),
+    }
+    for name, stage in stages.items():
+        problems = context.control.gather(name, stage(), limits.LATEST_ANSWER_SECONDS)
         if any(problems):
             context.mpi_world = None
-        else:
-            start_thread("npu_device-mpi", _keep_going, world)
-    if not any(problems):
-        return []
-    return list(problems)
+            return problems
+    start_thread("npu_device-mpi", _keep_going, context.mpi_world)
+    return []
 
 
 def _problem(context: EngineContext, wanted: bool) -> str:
@@ -253,8 +244,15 @@ def _library(mpi: Any) -> str:
     return " ".join(name.replace("Version:", " ").split())
 
 
-def _check_sum(context: EngineContext, world: MpiWorld) -> str:
-    """Add up known numbers, few and many; return the problem, or ""."""
+def _connect(context: EngineContext) -> str:
+    """Make what all ranks share, and add up known numbers with it, few and many; return the problem, or ""."""
+    mpi = importlib.import_module("mpi4py.MPI")
+    comm = mpi.COMM_WORLD.Split(0, context.cluster.rank)
+    # By default, MPI ends all ranks at an error, without naming the group.
+    comm.Set_errhandler(mpi.ERRORS_RETURN)
+    tags = min(comm.Get_attr(mpi.TAG_UB) or _TAGS_OF_ALL, _MOST_TAGS)
+    library = _library(mpi)
+    context.mpi_world = MpiWorld(mpi, comm, tags, library)
     cluster = context.cluster
     group = Group("mpi/check", tuple(range(cluster.world_size)), cluster.rank)
     channel = MpiMessages(context, group)
@@ -264,10 +262,10 @@ def _check_sum(context: EngineContext, world: MpiWorld) -> str:
         stream = Stream([numbers.shape], numbers.dtype, [numbers * (cluster.rank + 1)])
         flat, sums = stream.results(context.buffers, numbers.dtype)
         ranks = range(group.size)
-        rounds = transfer_rounds.reduce(channel, stream, flat, numbers.dtype, "sum", ranks)
+        rounds = transfer_rounds.reduce(channel, stream, flat, "sum", ranks)
         channel.advance(channel.run(rounds, None), Wait.SLEEPING)
         if (sums[0] != numbers * (group.size * (group.size + 1) // 2)).any():
-            wrong = f"a sum of {length} numbers is wrong in MPI ({world.library})"
+            wrong = f"a sum of {length} numbers is wrong in MPI ({library})"
     channel.close()
     return wrong
 

@@ -101,7 +101,6 @@ class HostQueue:
         self._thread: threading.Thread | None = None
         # The first error that isn't a mismatch: all later transfers fail with it.
         self._broken: BaseException | None = None
-        self._all_have_joined = False
         self._is_closed = False
 
     def start(
@@ -187,9 +186,6 @@ class HostQueue:
         except Mismatch:
             # All members see the mismatch in the same step, so the channel stays usable.
             started.error = started.terms.error_for_mismatch(started.position)
-        if not self._all_have_joined:
-            self._all_have_joined = True
-            channel.withdraw_offer()
         return True
 
     def finish(self, started: StartedTransfer) -> Finished:

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any, Callable, Union
 
@@ -29,7 +30,7 @@ from npu_device._src.collectives.engines.host import channel
 from npu_device._src.collectives.engines.host.buffers import ALIGNMENT
 from npu_device._src.collectives.engines.host.channel import Head, Program, Round, Wait
 from npu_device._src.collectives.engines.host.message_channel import MessageChannel
-from npu_device._src.collectives.group import Group, counts_of
+from npu_device._src.collectives.group import Group
 from npu_device._src.threads import start_thread
 
 _LENGTH = struct.Struct("<Q")
@@ -170,15 +171,14 @@ class SocketMesh(MessageChannel):
         sources: Sequence[int] = (),
         purpose: int = 0,
     ) -> None:
-        super().__init__(group.size, group.rank, counts_of(group), context.buffers)
+        super().__init__(context, group)
         self._peers = context.peers
-        self._health = context.health
         self._ranks = group.ranks
         self._stream_id = group.digest ^ purpose
         self._spins = context.has_own_core
         # All directions share one, so that waiting for one message advances the others.
         self._busy = Busy()
-        other_members = self._neighbours()
+        other_members = self.others(self.rank)
         direction = partial(Direction, self._busy, self._peers)
         self._outgoing = {
             member: direction(self._ranks[member], True) for member in targets or other_members
@@ -187,8 +187,7 @@ class SocketMesh(MessageChannel):
             member: direction(self._ranks[member], False) for member in sources or other_members
         }
         self._directions = [*self._outgoing.values(), *self._incoming.values()]
-        self._connected = threading.Event()
-        self._problem: BaseException | None = None
+        self._connected = Future[None]()
         self._closing = threading.Lock()
         self._is_closed = False
         # A thread connects, since members come only when they first use the group.
@@ -203,9 +202,9 @@ class SocketMesh(MessageChannel):
             for member, direction in self._incoming.items():
                 accept = partial(self._peers.accept, self._ranks[member], self._stream_id)
                 self._hold(direction, partial(accept, lambda: self._is_closed))
+            self._connected.set_result(None)
         except BaseException as error:
-            self._problem = error
-        self._connected.set()
+            self._connected.set_exception(error)
 
     def _hold(self, direction: Direction, connect: Callable[[], socket.socket | None]) -> None:
         if self._is_closed:
@@ -248,12 +247,11 @@ class SocketMesh(MessageChannel):
 
     def _wait_until_connected(self, seconds: float) -> bool:
         """Return False if the connections aren't there in time; raise what has made them fail."""
-        if not self._connected.is_set():
+        if not self._connected.done():
             self._health.require_running()
-            if not self._connected.wait(seconds):
+            if not wait([self._connected], seconds).done:
                 return False
-        if self._problem is not None:
-            raise self._problem
+        self._connected.result()
         return True
 
     def close(self) -> None:
@@ -330,13 +328,11 @@ class SmallMessages(SocketMesh):
                 # Calls that differ may also differ in size, so a message to be compared has the
                 # full length.
                 row = row.ljust(_HEAD.size + self.slot_bytes, b"\0")
-            rows = yield from self._gather(row)
+            rows = yield from self._gather(np.frombuffer(row, np.uint8))
             channel.require_same([_HEAD.unpack_from(row) for row in rows])
             if len(values):
-                slots = [
-                    np.frombuffer(row, exchange.dtype, len(values), _HEAD.size) for row in rows
-                ]
-                exchange.read_slots(np.stack(slots), self.rank)
+                slots = rows[:, _HEAD.size : _HEAD.size + values.nbytes].copy()
+                exchange.read_slots(slots.view(exchange.dtype), self.rank)
 
     def _values(self, exchange: Round) -> np.ndarray:
         """Return what this member publishes in a round, or zeros as long."""
@@ -350,23 +346,23 @@ class SmallMessages(SocketMesh):
             exchange.fill(values)
         return values
 
-    def _gather(self, row: bytes) -> Generator[SocketMessage, None, list[bytes]]:
-        """Return all members' rows, by member, given this member's; they have the same length on all."""
-        rows = [row]  # rows of this member, of the one before it, and so on
+    def _gather(self, row: np.ndarray) -> Generator[SocketMessage, None, np.ndarray]:
+        """Return all members' rows, uint8 of shape [size, n], given this member's; n is the same on all."""
+        # The rows of this member, of the one before it, and so on.
+        rows = np.empty((self.size, len(row)), np.uint8)
+        rows[0] = row
         sent = []
-        while len(rows) < self.size:
-            distance = len(rows)
+        distance = 1
+        while distance < self.size:
             count = min(distance, self.size - distance)
-            received = np.empty(count * len(row), np.uint8)
+            received = rows[distance : distance + count].reshape(-1)
             coming = self.receive((self.rank - distance) % self.size, received)
-            passed_on = np.frombuffer(b"".join(rows[:count]), np.uint8)
+            passed_on = rows[:count].reshape(-1)
             sent.append(self.send((self.rank + distance) % self.size, passed_on))
             while not coming.Test():
                 yield coming
-            joined = received.tobytes()
-            starts = range(0, len(joined), len(row))
-            rows += [joined[start : start + len(row)] for start in starts]
+            distance *= 2
         for message in sent:
             while not message.Test():
                 yield message
-        return [rows[(self.rank - member) % self.size] for member in range(self.size)]
+        return rows[[(self.rank - member) % self.size for member in range(self.size)]]

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Callable, Optional
+from typing import Callable
 
 import numpy as np
 
@@ -43,34 +42,33 @@ Fold = Callable[..., None]
 def reduce(
     channel: Channel,
     stream: Stream,
-    result: np.ndarray | None,
-    dtype: np.dtype,
+    result: np.ndarray,
     reduction: str,
     readers: Sequence[int],
 ) -> Rounds:
     """Reduce a stream to its readers, all members or one, each of which has a ``result`` as long as the stream."""
-    stream, fold, scale = _prepared(channel, stream, dtype, reduction)
+    stream, fold, scale = _prepared(channel, stream, result.dtype, reduction)
     is_read_whole = (
         stream.length * stream.dtype.itemsize <= _SCATTER_FROM_BYTES or len(readers) == 1
     )
     if channel.size == 2 or (channel.reaches_all and is_read_whole):
         return _reduce_at_each_reader(channel, stream, result, readers, fold)
-    wire = _wire_of(channel, stream, dtype, scale)
-    return _ScatterGatherReduction(channel, stream, result, readers, fold, wire).rounds()
+    return _ScatterGatherReduction(channel, stream, result, readers, fold, scale).rounds()
 
 
 def reduce_to_owners(
     channel: Channel,
     stream: Stream,
-    bounds: Sequence[int],
     result: np.ndarray,
-    dtype: np.dtype,
     reduction: str,
+    firsts: Sequence[int],
 ) -> Rounds:
-    """Reduce a stream, of which each member gets a piece into its ``result``: the elements from its bound to the next
-    one. They have the bits that ``reduce`` gives in memory.
+    """Reduce a stream, of which each member gets a piece into its ``result``: from the first array that it owns to the
+    first one of the next member. The pieces have the bits that ``reduce`` gives in memory.
     """
-    stream, fold, _ = _prepared(channel, stream, dtype, reduction)
+    stream, fold, _ = _prepared(channel, stream, result.dtype, reduction)
+    edges = [*stream.starts, stream.length]
+    bounds = [edges[first] for first in firsts]
     rank = channel.rank
 
     def fold_own(span: Span, output: np.ndarray, rows: Rows) -> None:
@@ -127,58 +125,18 @@ def _prepared(
 
 
 def _reduce_at_each_reader(
-    channel: Channel, stream: Stream, result: np.ndarray | None, readers: Sequence[int], fold: Fold
+    channel: Channel, stream: Stream, result: np.ndarray, readers: Sequence[int], fold: Fold
 ) -> Rounds:
     """Let each reader reduce everything: no member does work for another."""
     members = range(channel.size)
     for start, end in _chunks(stream.length, channel.slot_bytes // stream.dtype.itemsize):
         read = ignore
-        if result is not None:
+        if channel.rank in readers:
             read = partial(fold, output=result[start:end])
         yield Round(stream.dtype, [(start, end)], members, stream, readers, read=read)
 
 
-# A reduction whose work the members share: how values travel, its blocks, and rounds that overlap
-
-
-@dataclass(frozen=True)
-class _WireFormat:
-    """The form in which members send each other the results of a shared reduction."""
-
-    dtype: np.dtype  # dtype in which the values travel
-    # Dtype of the sums, if they are rounded to 16 bits to travel.
-    sum_dtype: Optional[np.dtype] = None
-    scale: int = 1  # divisor of such sums, so that they fit
-
-    @property
-    def rounds_results(self) -> bool:
-        return self.sum_dtype is not None
-
-    def encoder(self, fold: Fold) -> Fold:
-        """Return what reduces rows into a result that travels."""
-        if not self.rounds_results:
-            return fold
-        return partial(self._encode, fold=fold)
-
-    def _encode(self, rows: Rows, output: np.ndarray, fold: Fold) -> None:
-        total = np.empty(output.shape, self.sum_dtype)
-        fold(rows, output=total)
-        with np.errstate(all="ignore"):
-            convert(total / total.dtype.type(self.scale), output)
-
-    def decode(self, sent: np.ndarray, result: np.ndarray) -> None:
-        """Turn what has travelled into the result."""
-        convert(sent, result)
-        if self.scale != 1:
-            with np.errstate(all="ignore"):
-                result *= result.dtype.type(self.scale)
-
-
-def _wire_of(channel: Channel, stream: Stream, dtype: np.dtype, scale: int) -> _WireFormat:
-    # In memory, results that are read where they lie cost no less in 16 bits.
-    if stream.dtype != dtype and is_narrow(stream.dtype) and not channel.reaches_all:
-        return _WireFormat(stream.dtype, dtype, scale)
-    return _WireFormat(dtype)
+# A reduction whose work the members share: its blocks, and rounds that overlap
 
 
 class _ScatterGatherReduction:
@@ -192,17 +150,25 @@ class _ScatterGatherReduction:
         self,
         channel: Channel,
         stream: Stream,
-        result: np.ndarray | None,
+        result: np.ndarray,
         readers: Sequence[int],
         fold: Fold,
-        wire: _WireFormat,
+        scale: int,
     ) -> None:
         self._channel = channel
         self._stream = stream
         self._result = result
         self._readers = readers
-        self._fold = wire.encoder(fold)
-        self._wire = wire
+        self._fold = fold
+        self._scale = scale
+        # In memory, results that are read where they lie cost no less in 16 bits.
+        self._rounds_results = (
+            stream.dtype != result.dtype and is_narrow(stream.dtype) and not channel.reaches_all
+        )
+        # The results travel in their dtype, or are rounded to that of the values.
+        self._dtype = result.dtype
+        if self._rounds_results:
+            self._dtype = stream.dtype
         size = channel.size
         aligned = ALIGNMENT // stream.dtype.itemsize
         # The elements of a member's piece that travel in one round.
@@ -211,7 +177,7 @@ class _ScatterGatherReduction:
         # A member's piece of a block: where one copy reaches all members, as many chunks as fit into a slot; else one.
         self._piece = self._chunk
         if channel.reaches_all:
-            slot = channel.slot_bytes // wire.dtype.itemsize
+            slot = channel.slot_bytes // self._dtype.itemsize
             self._piece = min(slot, max(self._chunk, slot // self._chunk * self._chunk))
 
     def rounds(self) -> Rounds:
@@ -224,11 +190,10 @@ class _ScatterGatherReduction:
         size = self._channel.size
         # The bounds come from a multiplication first, so that the pieces differ by at most one element.
         bounds = [start + (end - start) * member // size for member in range(size + 1)]
-        if self._result is None or self._wire.rounds_results:
-            # This member has no result, or gets it rounded first.
-            block = self._channel.buffers.array((end - start,), self._wire.dtype)
-        else:
-            block = self._result[start:end]
+        block = self._result[start:end]
+        # This member has no result, or gets it rounded first.
+        if self._channel.rank not in self._readers or self._rounds_results:
+            block = self._channel.buffers.array((end - start,), self._dtype)
         pieces = [block[low - start : high - start] for low, high in zip(bounds, bounds[1:])]
         return self._scatter(bounds, pieces[self._channel.rank]), self._gather(start, block, pieces)
 
@@ -244,29 +209,42 @@ class _ScatterGatherReduction:
                 spans.append((min(low + offset, high), min(low + offset + self._chunk, high)))
             start, end = spans[rank]
             output = piece[start - bounds[rank] : end - bounds[rank]]
-            read = partial(self._fold, output=output)
+            read = partial(self._reduce, output=output)
             yield Round(self._stream.dtype, spans, members, self._stream, read=read)
 
     def _gather(self, start: int, block: np.ndarray, pieces: Sequence[np.ndarray]) -> Round:
         """Return the round in which the members publish their pieces, reduced."""
         rank = self._channel.rank
-        dtype = self._wire.dtype
         piece = pieces[rank]
         targets = {}
         read: Callable[..., None] = ignore
-        if self._result is not None:
+        if rank in self._readers:
             # A member's own piece is in place already.
-            targets = {member: pieces[member] for member in _other_members(self._channel, rank)}
-            if self._wire.rounds_results:
+            targets = {member: pieces[member] for member in self._channel.others(rank)}
+            if self._rounds_results:
                 read = partial(self._decode, block, self._result[start : start + len(block)])
-        source = Stream([piece.shape], dtype, [piece])
+        source = Stream([piece.shape], self._dtype, [piece])
         members = range(self._channel.size)
-        return Round(dtype, [(0, len(piece))], members, source, self._readers, targets, read)
+        return Round(self._dtype, [(0, len(piece))], members, source, self._readers, targets, read)
+
+    def _reduce(self, rows: Rows, output: np.ndarray) -> None:
+        """Reduce rows into a piece of the results that travels."""
+        if not self._rounds_results:
+            self._fold(rows, output=output)
+            return
+        total = np.empty(output.shape, self._result.dtype)
+        self._fold(rows, output=total)
+        with np.errstate(all="ignore"):
+            # Sums are divided, so that they fit into 16 bits.
+            convert(total / total.dtype.type(self._scale), output)
 
     def _decode(self, block: np.ndarray, result: np.ndarray, rows: Rows) -> None:
-        # A block that is gathered lies in its targets, so no rows are needed.
+        """Turn a block of rounded results into results. It lies in the targets of its round, so no rows are needed."""
         del rows
-        self._wire.decode(block, result)
+        convert(block, result)
+        if self._scale != 1:
+            with np.errstate(all="ignore"):
+                result *= result.dtype.type(self._scale)
 
 
 def _pipelined(blocks: Iterable[tuple[Iterable[Round], Round]], ahead: int) -> Rounds:
@@ -289,39 +267,29 @@ def _pipelined(blocks: Iterable[tuple[Iterable[Round], Round]], ahead: int) -> R
 # Moves
 
 
-def broadcast(channel: Channel, stream: Stream, result: np.ndarray | None, root: int) -> Rounds:
-    """Send the stream of the root into the ``result`` of all other members."""
-    spread = _spread_by_relays
-    if channel.reaches_all or channel.size == 2:
-        spread = _spread_at_once
-    return spread(channel, stream, result, root)
+def broadcast(channel: Channel, stream: Stream, results: Sequence[np.ndarray]) -> Rounds:
+    """Send the stream of each member to all others: into its row of ``results``, which is as long as that stream. This
+    member has its stream already, and its row isn't used.
+    """
+    lengths = list(map(len, results))
+    lengths[channel.rank] = stream.length
+    senders = [member for member, length in enumerate(lengths) if length]
+    if len(senders) == 1 and channel.size > 2 and not channel.reaches_all:
+        return _spread_by_relays(channel, stream, results[senders[0]], senders[0])
+    return _spread(channel, stream, results, lengths)
 
 
-def _spread_at_once(
-    channel: Channel, stream: Stream, result: np.ndarray | None, root: int
-) -> Rounds:
-    source = None
-    if channel.rank == root:
-        source = stream
-    readers = _other_members(channel, root)
-    for start, end in _chunks(stream.length, channel.slot_bytes // stream.dtype.itemsize):
-        targets = {}
-        if result is not None:
-            targets = {root: result[start:end]}
-        yield Round(stream.dtype, [(start, end)], [root], source, readers, targets)
-
-
-def _spread_by_relays(
-    channel: Channel, stream: Stream, result: np.ndarray | None, root: int
-) -> Rounds:
+def _spread_by_relays(channel: Channel, stream: Stream, result: np.ndarray, root: int) -> Rounds:
     """Send each other member a piece of a chunk, which it then sends to the rest."""
     source = None
+    length = len(result)
     if channel.rank == root:
         source = stream
+        length = stream.length
     # Each relay passes on an equal piece, so that the root sends everything only once.
     dtype = stream.dtype
     chunk = channel.slot_bytes // dtype.itemsize
-    relays = _other_members(channel, root)
+    relays = channel.others(root)
 
     def block(start: int, end: int) -> tuple[list[Round], Round]:
         spans = [(start, start)] * channel.size
@@ -330,7 +298,7 @@ def _spread_by_relays(
             piece_end = start + (end - start) * (position + 1) // len(relays)
             spans[member] = (piece_start, piece_end)
         # Relays get what the others pass on, too; the root has everything.
-        if result is None:
+        if source is not None:
             sending = Round(dtype, spans, [root], source, relays)
             return [sending], Round(dtype, [(0, 0)], relays, None, relays)
         pieces = {member: result[slice(*spans[member])] for member in relays}
@@ -339,7 +307,7 @@ def _spread_by_relays(
         relayed = Stream([piece.shape], dtype, [piece])
         return [sending], Round(dtype, [(0, len(piece))], relays, relayed, relays, pieces)
 
-    return _pipelined((block(*span) for span in _chunks(stream.length, chunk)), channel.ahead)
+    return _pipelined((block(*span) for span in _chunks(length, chunk)), channel.ahead)
 
 
 def all_gather(channel: Channel, rows: np.ndarray, result: np.ndarray) -> Rounds:
@@ -347,17 +315,6 @@ def all_gather(channel: Channel, rows: np.ndarray, result: np.ndarray) -> Rounds
     result[channel.rank] = rows
     stream = Stream([rows.shape], rows.dtype, [rows])
     return _spread(channel, stream, list(result), [len(rows)] * channel.size)
-
-
-def broadcast_from_owners(
-    channel: Channel, stream: Stream, results: Sequence[np.ndarray]
-) -> Rounds:
-    """Send the stream of each member to all others: into its row of ``results``, which is as long as that stream. This
-    member has its stream already, and its row isn't used.
-    """
-    lengths = list(map(len, results))
-    lengths[channel.rank] = stream.length
-    return _spread(channel, stream, results, lengths)
 
 
 def _spread(
@@ -368,10 +325,11 @@ def _spread(
     for start, end in _chunks(max(lengths), channel.slot_bytes // stream.dtype.itemsize):
         publishers = [member for member, length in enumerate(lengths) if length > start]
         targets = {member: results[member][start:end] for member in publishers if member != rank}
-        span = (min(start, lengths[rank]), min(end, lengths[rank]))
         source = None
+        span = (start, end)
         if rank in publishers:
             source = stream
+            span = (start, min(end, lengths[rank]))
         yield Round(stream.dtype, [span], publishers, source, targets=targets)
 
 
@@ -384,7 +342,7 @@ def all_to_all(channel: Channel, rows: np.ndarray, result: np.ndarray) -> Rounds
     result[rank] = rows[rank]
     for start, end in _chunks(length, channel.slot_bytes // rows.dtype.itemsize // size):
         spans = [(member * length + start, member * length + end) for member in members]
-        senders = _other_members(channel, rank)
+        senders = channel.others(rank)
         targets = {member: result[member, start:end] for member in senders}
         yield Round(rows.dtype, spans, members, source, targets=targets)
 
@@ -393,10 +351,6 @@ def meet(channel: Channel, is_agreed: bool) -> Rounds:
     """Exchange only the heads, if the members haven't agreed on the call."""
     if not is_agreed:
         yield Round(np.dtype(np.uint8), [(0, 0)], [])
-
-
-def _other_members(channel: Channel, member: int) -> list[int]:
-    return [(member + step) % channel.size for step in range(1, channel.size)]
 
 
 def _chunks(length: int, limit: int) -> Iterator[Span]:

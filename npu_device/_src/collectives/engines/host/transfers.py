@@ -28,7 +28,7 @@ from npu_device._src.collectives.call import Terms
 from npu_device._src.collectives.dtypes import ArrayList
 from npu_device._src.collectives.engines.context import EngineContext
 from npu_device._src.collectives.engines.host.buffers import BufferPool
-from npu_device._src.collectives.engines.host.host_engine import ArrayEngine, GraphOrders
+from npu_device._src.collectives.engines.host.host_engine import ArrayEngine
 from npu_device._src.collectives.engines.host.queue import ArrayTransfer, Finished, Prepared
 from npu_device._src.collectives.group import Group
 from npu_device._src.threads import start_thread
@@ -238,13 +238,6 @@ class PairQueue:
 
 class Pairs(ArrayEngine):
     """The sends and receives of this rank, of all pairs of ranks."""
-
-    def __init__(self, context: EngineContext, graph_orders: GraphOrders) -> None:
-        super().__init__(context, graph_orders)
-        self._context = context
-
-    def queue_of(self, group: Group) -> PairQueue:
-        return PairQueue(self._context, group)
 
     def send(self, tensor: tf.Tensor, pair: Group, terms: Terms) -> tf.Tensor:
         """Send to the other rank of a pair; return a tensor that is ready once the other rank has received."""

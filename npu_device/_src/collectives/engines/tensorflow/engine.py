@@ -17,7 +17,15 @@ import tensorflow as tf
 
 from npu_device._src.collectives import dtypes
 from npu_device._src.collectives.call import AGREED, Terms
-from npu_device._src.collectives.dtypes import Count, TensorList, Tensors, Wire, fold, sum_dtype
+from npu_device._src.collectives.dtypes import (
+    Count,
+    TensorList,
+    Tensors,
+    TensorsOrSpecs,
+    Wire,
+    fold,
+    sum_dtype,
+)
 from npu_device._src.collectives.engines.context import EngineContext
 from npu_device._src.collectives.engines.tensorflow.kernels import MOVE_DTYPES, Kernels
 from npu_device._src.collectives.group import Group, counts_of
@@ -49,7 +57,9 @@ class TensorFlowEngine:
         group: Group,
         wire: Wire,
         terms: Terms = AGREED,
+        root: int | None = None,
     ) -> list[TensorList]:
+        """Reduce segments to all ranks: TensorFlow has nothing else for a root."""
         return [self._all_reduce_segment(segment, reduction, group, wire) for segment in segments]
 
     def all_gather(self, row: tf.Tensor, group: Group, terms: Terms = AGREED) -> tf.Tensor:
@@ -60,30 +70,27 @@ class TensorFlowEngine:
     def all_to_all(self, rows: tf.Tensor, group: Group, terms: Terms = AGREED) -> tf.Tensor:
         return _carried(rows, lambda carrier: self.kernels.all_to_all(carrier, group), group.size)
 
-    def reduce(
-        self, tensors: Tensors, reduction: str, root: int, group: Group, terms: Terms = AGREED
-    ) -> TensorList:
-        """Reduce to all ranks: TensorFlow has nothing else."""
-        return self._all_reduce_segment(tensors, reduction, group, None)
-
     def broadcast(
-        self, tensors: Tensors, root: int, group: Group, terms: Terms = AGREED
+        self, tensors: TensorsOrSpecs, owners: Sequence[int], group: Group, terms: Terms = AGREED
     ) -> TensorList:
-        """Return the root's tensors on every rank, in few large transfers; all have the same shapes and dtypes."""
-        results = []
-        for transfer in _transfers(tensors):
-            words = pack_words(transfer)
-            received = _with_an_element(
-                lambda vector: self.kernels.broadcast(vector, root, group), words
-            )
-            results.extend(unpack_words(received, transfer))
+        """Return all tensors on every rank, those of one owner after the other, in few large transfers."""
+        results = list(tensors)
+        for owner in sorted(set(owners)):
+            positions = [position for position, member in enumerate(owners) if member == owner]
+            received: TensorList = []
+            for transfer in _transfers([_tensor(tensors[position]) for position in positions]):
+                move = functools.partial(self.kernels.broadcast, root_rank=owner, group=group)
+                words = _with_an_element(move, pack_words(transfer))
+                received += unpack_words(words, transfer)
+            for position, tensor in zip(positions, received):
+                results[position] = tensor
         return results
 
     def _all_reduce_segment(
         self, tensors: Tensors, reduction: str, group: Group, wire: Wire
     ) -> TensorList:
         has_elements = any(tensor.shape.num_elements() for tensor in tensors)
-        if len(tensors) == 1:
+        if len(tensors) == 1 and has_elements:
             return [self._all_reduce_one(tensors[0], has_elements, reduction, group, wire)]
         # The kernels take one tensor, so the segment travels as one.
         flats = [tf.reshape(tensor, [-1]) for tensor in tensors]
@@ -166,6 +173,13 @@ class TensorFlowEngine:
         return tf.reshape(tf.cast(widen(gathered, scale), tensor.dtype), _shape(tensor))
 
 
+def _tensor(tensor: tf.Tensor | tf.TensorSpec) -> tf.Tensor:
+    """Return a tensor of the spec of one that another rank owns: only the owner's values count."""
+    if isinstance(tensor, tf.TensorSpec):
+        return tf.zeros(tensor.shape, tensor.dtype)
+    return tensor
+
+
 def _count(tensor: tf.Tensor) -> int | tf.Tensor:
     count: int | None = tensor.shape.num_elements()
     if count is None:
@@ -187,37 +201,27 @@ def _reduce_uint64(reduce_native: _Move, tensor: tf.Tensor, merge: str) -> tf.Te
 
 
 def _carried(rows: tf.Tensor, move: _Move, size: int) -> tf.Tensor:
-    """Send rows through a move, in a dtype and a number of elements that the kernels support."""
-    native = rows.dtype in MOVE_DTYPES
-    carrier = rows
-    if not native:
-        carrier = to_words(rows)
-    if carrier.shape[1]:
-        moved = move(carrier)
+    """Send rows through a move, in a dtype that the kernels support."""
+    if rows.dtype in MOVE_DTYPES:
+        moved = _with_an_element(move, rows)
     else:
-        length = tf.shape(carrier)[1]
-        # The graph decides on the padding, because a shape that isn't static may turn out empty.
-        padding = tf.cast(length == 0, tf.int32)
-        padded = tf.pad(carrier, [[0, 0], [0, padding]])
-        moved = move(padded)[:, :length]
-    if not native:
-        moved = from_words(moved, rows.dtype, _columns(rows))
+        words = _with_an_element(move, to_words(rows))
+        moved = from_words(words, rows.dtype, _columns(rows))
     moved.set_shape([size, rows.shape[1]])
     return moved
 
 
 def _with_an_element(move: _Move, tensor: tf.Tensor) -> tf.Tensor:
-    """Return ``move(tensor)`` for a move that keeps the shape, sending one element for an empty tensor: TensorFlow's
-    kernels sometimes crash on those (two reductions in one graph, TensorFlow 2.20). Can go when they don't.
+    """Return ``move(tensor)`` for a move of a vector or of rows that keeps their length, sending one element for an
+    empty one: TensorFlow's kernels sometimes crash on those (two reductions in one graph, TensorFlow 2.20). Can go when
+    they don't.
     """
     if tensor.shape.num_elements():
         return move(tensor)
-    count = tf.size(tensor)
-    padding = tf.cast(count == 0, tf.int32)
-    moved = move(tf.pad(tf.reshape(tensor, [-1]), [[0, padding]]))
-    moved = tf.reshape(moved[:count], tf.shape(tensor))
-    moved.set_shape(tensor.shape)
-    return moved
+    length = tf.shape(tensor)[-1]
+    # The graph decides on the padding, because a shape that isn't static may turn out empty.
+    padding = [[0, 0]] * (tensor.shape.rank - 1) + [[0, tf.cast(length == 0, tf.int32)]]
+    return move(tf.pad(tensor, padding))[..., :length]
 
 
 def _transfers(tensors: Tensors) -> list[TensorList]:

@@ -28,7 +28,7 @@ import tensorflow as tf
 from npu_device._src import compat
 from npu_device._src.collectives.engines.context import EngineContext
 from npu_device._src.collectives.graph import Order
-from npu_device._src.collectives.group import Group
+from npu_device._src.collectives.group import Group, GroupTable
 
 RING = 16
 """The number of keys for one kind, dtype and shape before they repeat. That many collectives may run at once. In a
@@ -59,15 +59,10 @@ class KeySequence:
         """
         static_shape = None
         if isinstance(shape, tf.TensorShape):
-            static_shape = shape.as_list()
+            static_shape = tuple(shape.as_list())
+        # An eager tensor has a static shape.
         if tf.executing_eagerly():
-            # An eager shape may be a tensor: TensorFlow remembers sizes, so the signature needs
-            # numbers.
-            if static_shape is None:
-                sizes = np.asarray(shape).tolist()
-            else:
-                sizes = static_shape
-            return tf.constant(np.int32(self._next((call, dtype.name, tuple(sizes)))))
+            return tf.constant(np.int32(self._next((call, dtype.name, static_shape))))
         names = self._made_in_graph()[call, dtype.name]
         graph = tf.compat.v1.get_default_graph()
         earlier = []
@@ -78,10 +73,10 @@ class KeySequence:
             inputs = []
 
         def drawn(*shape: Any) -> list[np.int64]:
-            sizes: Any = static_shape
+            sizes = static_shape
             if shape:
-                sizes = shape[0].tolist()
-            return [np.int64(self._next((call, dtype.name, tuple(sizes))))]
+                sizes = tuple(shape[0].tolist())
+            return [np.int64(self._next((call, dtype.name, sizes)))]
 
         with tf.device("CPU:0"), tf.control_dependencies(earlier):
             [key] = self._order.call(drawn, inputs)
@@ -135,7 +130,7 @@ class Kernels:
     def __init__(self, context: EngineContext) -> None:
         self._context = context
         # A sequence outlives its group: TensorFlow remembers what its keys stand for.
-        self._sequences: dict[Group, KeySequence] = {}
+        self._sequences = GroupTable[KeySequence]()
         # The variable by which TensorFlow orders the collectives that use NCCL.
         self._nccl_order: Any = None
 
@@ -187,11 +182,7 @@ class Kernels:
 
     def sequence_of(self, group: Group) -> KeySequence:
         """Return the keys of a group."""
-        # Two threads must not both make the keys of a group.
-        with self._context.making:
-            if group not in self._sequences:
-                self._sequences[group] = KeySequence(self._context.device("CPU"))
-            return self._sequences[group]
+        return self._sequences.of(group, lambda _: KeySequence(self._context.device("CPU")))
 
     def _run(
         self,
