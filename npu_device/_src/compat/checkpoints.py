@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from npu_device._src.compat.keras import HELD_ELSEWHERE, of_this_rank
+from npu_device._src.compat.slot_memory import HELD_ELSEWHERE, of_this_rank
 
 
 class SavedTensor(NamedTuple):

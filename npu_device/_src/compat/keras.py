@@ -9,8 +9,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from npu_device._src.threads import ThreadSwitch
-
 
 def keras_of(component: object) -> Any:
     """Return the Keras package that an optimizer, a model or a layer belongs to; tf.keras if it can't be determined."""
@@ -285,29 +283,22 @@ def inner_variable(variable: Any) -> Any:
 
 
 SHARE = "_npu_share"
-"""The attribute of an optimizer's variable that only one rank holds, or is going to."""
+"""The attribute of TensorFlow's variable in a variable of an optimizer that only one rank holds, or is going to."""
+
+
+def share_of(variable: Any) -> Any:
+    """Return what ``mark`` has given a variable of an optimizer; None for one that all ranks hold."""
+    return getattr(inner_variable(variable), SHARE, None)
 
 
 def is_share(variable: Any) -> bool:
     """Return whether only one rank holds a variable of an optimizer, or is going to."""
-    return SHARE in getattr(variable, "__dict__", {})
+    return share_of(variable) is not None
 
 
 def is_apart(variable: Any) -> bool:
     """Return whether only one rank holds a variable of an optimizer now."""
-    return is_share(variable) and getattr(variable, SHARE).is_apart
-
-
-HELD_ELSEWHERE = object()
-of_this_rank = ThreadSwitch()
-"""Lets slots that other ranks hold be ``HELD_ELSEWHERE`` in what a thread reads for a checkpoint."""
-
-
-def in_checkpoint(slot: Any, has_memory: bool) -> Any:
-    """Return what a checkpoint is to hold for a slot of another rank."""
-    if not has_memory and of_this_rank.is_on:
-        return HELD_ELSEWHERE
-    return tf.convert_to_tensor(slot)
+    return getattr(share_of(variable), "is_apart", False)
 
 
 def optimizer_variables(optimizer: Any, weights: Any) -> list:

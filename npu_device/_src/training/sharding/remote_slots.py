@@ -51,57 +51,59 @@ class Share:
     is_apart: bool = False
     weight: Any = None
 
-    def read(self, variable: Any) -> tf.Tensor:
+    @property
+    def _slot(self) -> Any:
+        return self._slots.variables[self._index]
+
+    def read(self) -> tf.Tensor:
         """Return the value of a slot that another rank holds, after the same number of updates as here."""
-        slot = self._text_of(variable)
         if not tf.executing_eagerly():
             raise RuntimeError(
-                f"{slot}is read in a function, where it can't be fetched.\nWhat to do: read it in eager mode, between "
+                f"{self}is read in a function, where it can't be fetched.\nWhat to do: read it in eager mode, between "
                 "two steps; or leave out shard_optimizer=True."
             )
         slots = self._slots
         key = slots.key_of(self._index)
         fetched = slots.exchange.bytes_on_request.fetch(self.owner, slots.keeper, key)
-        if fetched is None or len(fetched) != bytes_of(variable):
+        if fetched is None or len(fetched) != bytes_of(self._slot):
             raise RuntimeError(
-                f"{slot}can't be read now: that rank has made a different number of updates.\nWhat to do: read and "
+                f"{self}can't be read now: that rank has made a different number of updates.\nWhat to do: read and "
                 "save the state of the optimizer between two steps."
             )
-        return _from_bytes(fetched, variable)
+        return _from_bytes(fetched, self._slot)
 
-    def read_before_first_step(self, variable: Any, read: Callable[[], Any]) -> Any:
+    def read_before_first_step(self, read: Callable[[], Any]) -> Any:
         """Return what ``read`` does. A function in which it is read fails when it runs after the first step."""
         if tf.executing_eagerly():
             return read()
         message = (
-            f"{self._text_of(variable)}is read in a function that was traced before the first step, and has no "
+            f"{self}is read in a function that was traced before the first step, and has no "
             "value for it.\nWhat to do: read it in eager mode, between two steps; or leave out shard_optimizer=True."
         )
         are_apart = self._slots.are_apart.read_value()
         with tf.control_dependencies([tf.debugging.Assert(~are_apart, [message])]):
             return tf.identity(read())
 
-    def assign(self, variable: Any, new_value: Any) -> None:
+    def assign(self, new_value: Any) -> None:
         """Give a value to the owner of the slot."""
-        slot = self._text_of(variable)
         if not tf.executing_eagerly():
             raise RuntimeError(
-                f"{slot}is assigned a value in a function, where that can't be sent.\nWhat to do: assign it in eager "
+                f"{self}is assigned a value in a function, where that can't be sent.\nWhat to do: assign it in eager "
                 "mode, between two steps; or leave out shard_optimizer=True."
             )
         tensor = tf.convert_to_tensor(new_value)
-        content = _bytes_of(tf.cast(tensor, variable.dtype))
+        content = _bytes_of(tf.cast(tensor, self._slot.dtype))
         slots = self._slots
         key = slots.key_of(self._index)
         if not slots.exchange.bytes_on_request.give(self.owner, slots.keeper, key, content):
             raise RuntimeError(
-                f"{slot}can't be assigned a value now: that rank has no such slot.\nWhat to do: load the state of the "
+                f"{self}can't be assigned a value now: that rank has no such slot.\nWhat to do: load the state of the "
                 "optimizer before its first step, or between two steps; or leave out shard_optimizer=True."
             )
 
-    def _text_of(self, variable: Any) -> str:
+    def __str__(self) -> str:
         rank = self._slots.job.cluster.rank
-        path = compat.path_of(variable)
+        path = compat.path_of(self._slot)
         return f"rank {rank}: {path}, which only rank {self.owner} holds (shard_optimizer=True), "
 
     def note_assigned(self) -> None:
@@ -113,10 +115,6 @@ class Share:
     def settle(self, root_rank: int) -> None:
         """Take what a rank of the job has assigned to the slot, which all ranks get the values of."""
         self._slots.settle_slot(self._index, root_rank)
-
-
-def mark(variable: Any, share: Share) -> None:
-    vars(variable)[compat.SHARE] = share
 
 
 class OptimizerSlots:
@@ -141,7 +139,7 @@ class OptimizerSlots:
         self._optimizer_id = -1
 
     def add(self, slot: Any, owner: int) -> None:
-        mark(slot, Share(self, len(self.variables), owner))
+        compat.mark(slot, Share(self, len(self.variables), owner))
         self.variables.append(slot)
 
     @property
@@ -175,14 +173,6 @@ class OptimizerSlots:
         if is_update is not None:
             count = tf.cast(is_update, tf.int64)
         self._updates.assign_add(count)
-
-    @contextlib.contextmanager
-    def swap(self) -> Iterator[None]:
-        """Let the block change slots on all ranks, which counts as an update."""
-        try:
-            yield
-        finally:
-            self.count_update()
 
     def wait_for_update(self, updates: int) -> bool:
         """Wait for the end of the current update; return whether this rank has made just so many updates then."""
@@ -354,7 +344,7 @@ class SlotExchange:
         for optimizer_id, slots in self._slots.items():
             for index, variable in enumerate(slots.variables):
                 content = slots.own_bytes(index)
-                if content is not None and getattr(variable, compat.SHARE).is_apart:
+                if content is not None and compat.share_of(variable).is_apart:
                     yield slots.keeper, (optimizer_id, index, slots.updates), content
 
 
@@ -370,7 +360,7 @@ def assign_training_state(world: World, variables: Sequence, root_rank: int) -> 
     if world.rank == root_rank:
         for index in slots:
             slot = variables[index]
-            share = getattr(slot, compat.SHARE)
+            share = compat.share_of(slot)
             if share.weight is not None and digest_of(slot) == digest_of(share.weight):
                 averages.append(index)
             elif compat.has_memory(slot) and share.owner != root:
@@ -385,4 +375,4 @@ def assign_training_state(world: World, variables: Sequence, root_rank: int) -> 
     # owner has the average. Other ones would come from the root, or be of the weights that this rank has had before.
     for index in averages:
         slot = variables[index]
-        slot.assign(getattr(slot, compat.SHARE).weight)
+        slot.assign(compat.share_of(slot).weight)
