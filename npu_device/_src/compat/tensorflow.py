@@ -96,6 +96,18 @@ def to_array(tensor: tf.Tensor) -> np.ndarray:
     return np.array(tensor.numpy(), tensor.dtype.as_numpy_dtype)
 
 
+def bytes_of_tensor(tensor: tf.Tensor) -> memoryview:
+    """Return the bytes of an eager tensor; not a copy if it is in the memory of the host."""
+    flat = np.ascontiguousarray(to_array(tensor)).reshape(-1)
+    return flat.view(np.uint8).data
+
+
+def tensor_of_bytes(content: bytearray | memoryview, dtype: Any, shape: Any) -> tf.Tensor:
+    """Return the tensor whose bytes ``bytes_of_tensor`` has given."""
+    flat = np.frombuffer(content, tf.as_dtype(dtype).as_numpy_dtype)
+    return tf.constant(flat.reshape(tuple(shape)), dtype)
+
+
 def context_is_initialized() -> bool:
     """Return True if TensorFlow has made its devices, after which nothing can be configured."""
     current = _context.context_safe()

@@ -19,7 +19,7 @@ from npu_device._src.cluster.rank_errors import RESUMABLE
 from npu_device._src.training.checkpoint import folder, selection
 from npu_device._src.training.checkpoint.callback_states import NO_CALLBACKS
 from npu_device._src.training.checkpoint.folder import CheckpointError
-from npu_device._src.training.checkpoint.job_copies import Copied, JobCopies
+from npu_device._src.training.checkpoint.job_copies import JobCopies
 from npu_device._src.training.checkpoint.join_requests import join_requests
 from npu_device._src.training.checkpoint.memory_copies import copier_of
 from npu_device._src.training.checkpoint.preemption import Preemption
@@ -385,8 +385,16 @@ class JobCheckpoint:
                 interval = self._memory_interval
                 copier = copier_of(self._world, self._storage, is_demanded=interval is not None)
                 if copier is not None:
-                    copied = Copied(self._shared, self._own_state, self._keep, self._manifest)
-                    self._copies = JobCopies(self._world, self._storage, copier, copied, interval)
+                    self._copies = JobCopies(
+                        self._world,
+                        self._storage,
+                        copier,
+                        interval,
+                        self._shared,
+                        self._own_state,
+                        self._keep,
+                        self._manifest,
+                    )
             self._named = {folder.readable_latest(self._directory)}
             names = self._warned
             self._warned = []

@@ -303,31 +303,4 @@ def _bytes_of(tensor: tf.Tensor | bytes) -> memoryview:
     # Numpy has no array of strings without a copy; there is one of them, the graph of objects.
     if tensor.dtype == tf.string:
         return memoryview(tf.io.serialize_tensor(tensor).numpy())
-    array = np.ascontiguousarray(compat.to_array(tensor))
-    flat = array.reshape(-1)
-    return flat.view(np.uint8).data
-
-
-def bytes_of_rank(variables: Sequence, is_first: bool) -> int:
-    """Return how many bytes a rank copies of the shared variables, before any of them differ."""
-    copied = []
-    for variable in variables:
-        # The owner alone has memory for a slot of a divided optimizer.
-        is_copied = is_first
-        if compat.is_apart(variable):
-            is_copied = compat.has_memory(variable)
-        if is_copied:
-            copied.append(variable)
-    return bytes_of_all(copied)
-
-
-def bytes_of_all(variables: Sequence) -> int:
-    """Return the size of variables."""
-    size = 0
-    for variable in variables:
-        shape = tf.TensorShape(variable.shape)
-        # A table of strings, for instance, may grow.
-        if not shape.is_fully_defined():
-            shape = tf.convert_to_tensor(variable).shape
-        size += shape.num_elements() * tf.as_dtype(variable.dtype).size
-    return size
+    return compat.bytes_of_tensor(tensor)

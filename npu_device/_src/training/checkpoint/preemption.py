@@ -62,7 +62,6 @@ class Preemption:
         self._last_step: int | None = None
         self._deadline: float | None = None
         self._code = 128 + stop_signal
-        self._is_closed = False
         self._pid = os.getpid()
         global _current
         if _current is not None:
@@ -121,12 +120,11 @@ class Preemption:
 
     def close(self) -> None:
         """Restore the handler of the signal, which is possible in the main thread only; the limit no longer applies."""
-        if self._is_closed:
-            return
         global _current
-        self._is_closed = True
-        if _current is self:
-            _current = None
+        # Another one has closed it.
+        if _current is not self:
+            return
+        _current = None
         with contextlib.suppress(ValueError):
             signal.set_wakeup_fd(self._previous_descriptor)
             if self._code == RESUMABLE:
@@ -146,7 +144,7 @@ class Preemption:
     def _answer_step(self, body: Any) -> int:
         name, asker = body
         with self._changed:
-            if name != self.name or self._is_closed:
+            if name != self.name or _current is not self:
                 return _NEVER
             if self._last_step is not None:
                 # All ranks that ask have to find the same step.

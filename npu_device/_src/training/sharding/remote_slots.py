@@ -70,7 +70,7 @@ class Share:
                 f"{self}can't be read now: that rank has made a different number of updates.\nWhat to do: read and "
                 "save the state of the optimizer between two steps."
             )
-        return _from_bytes(fetched, self._slot)
+        return compat.tensor_of_bytes(fetched, self._slot.dtype, self._slot.shape)
 
     def read_before_first_step(self, read: Callable[[], Any]) -> Any:
         """Return what ``read`` does. A function in which it is read fails when it runs after the first step."""
@@ -92,7 +92,7 @@ class Share:
                 "mode, between two steps; or leave out shard_optimizer=True."
             )
         tensor = tf.convert_to_tensor(new_value)
-        content = _bytes_of(tf.cast(tensor, self._slot.dtype))
+        content = compat.bytes_of_tensor(tf.cast(tensor, self._slot.dtype))
         slots = self._slots
         key = slots.key_of(self._index)
         if not slots.exchange.bytes_on_request.give(self.owner, slots.keeper, key, content):
@@ -194,7 +194,7 @@ class OptimizerSlots:
             incoming = self._incoming.get(index)
             if incoming and self.assigned_at.get(index) != self.updates:
                 return memoryview(next(reversed(incoming.values())))
-        return _bytes_of(compat.inner_variable(variable).read_value())
+        return compat.bytes_of_tensor(compat.inner_variable(variable).read_value())
 
     def key_of(self, index: int) -> Key:
         """Return what the ranks name a slot by, after the current number of updates."""
@@ -270,20 +270,8 @@ class OptimizerSlots:
 
     def _assign(self, index: int, content: bytearray) -> None:
         variable = self.variables[index]
-        compat.set_slot(variable, _from_bytes(content, variable))
-
-
-def _bytes_of(tensor: tf.Tensor) -> memoryview:
-    array = np.ascontiguousarray(compat.to_array(tensor))
-    flat = array.reshape(-1)
-    return flat.view(np.uint8).data
-
-
-def _from_bytes(content: bytearray | memoryview, variable: Any) -> tf.Tensor:
-    dtype = tf.as_dtype(variable.dtype).as_numpy_dtype
-    flat = np.frombuffer(content, dtype)
-    shape = tuple(variable.shape)
-    return tf.constant(flat.reshape(shape))
+        tensor = compat.tensor_of_bytes(content, variable.dtype, variable.shape)
+        compat.set_slot(variable, tensor)
 
 
 class SlotExchange:
