@@ -19,13 +19,18 @@ def keras_of(component: object) -> Any:
     return tf.keras
 
 
-def is_keras_3(keras: Any) -> bool:
-    """Return True for Keras 3 and later; False for tf_keras and for the Keras 2 of TensorFlow 2.15."""
+def release_of(keras: Any) -> tuple[int, int]:
+    """Return the release of a Keras package."""
     version = getattr(keras, "__version__", None)
     if not version:
-        version = getattr(keras, "version", lambda: "2")()
-    major = str(version).partition(".")[0]
-    return int(major) >= 3
+        version = getattr(keras, "version", lambda: "2.0")()
+    major, minor, *_ = str(version).split(".")
+    return int(major), int(minor)
+
+
+def is_keras_3(keras: Any) -> bool:
+    """Return True for Keras 3 and later; False for tf_keras and for the Keras 2 of TensorFlow 2.15."""
+    return release_of(keras) >= (3, 0)
 
 
 def of_keras_3(component: object) -> bool:
@@ -169,10 +174,8 @@ def iterators_made(model: Any, used: int, knows_length: bool) -> list[int]:
     Each validation on a part of the same shuffled dataset makes one or two of them.
     """
     # From Keras 3.7 on, an epoch ends by making an iterator; the next one uses it only if steps_per_epoch is given.
-    version = str(getattr(keras_of(model), "__version__", "2.0")).split(".")
-    release = (int(version[0]), int(version[1]))
     factors = [1, 2, 3]
-    if knows_length and release >= (3, 7):
+    if knows_length and release_of(keras_of(model)) >= (3, 7):
         epochs = _epochs_of_fit()
         if epochs is None:
             factors = [1, 2, 3, 4]

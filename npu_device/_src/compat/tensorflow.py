@@ -58,21 +58,15 @@ def is_function(value: Any) -> bool:
     return isinstance(value, _function.Function)
 
 
-def parts_of_function(function: Any) -> tuple:
-    """Return what ``untraced_function`` needs to make the same function in a different process."""
-    return (
+def reduced_function(function: Any) -> tuple[Callable[..., Any], tuple]:
+    """Return what makes the same function without graphs in a different process, and its arguments."""
+    return tf.function, (
         function.python_function,
         function.input_signature,
         function._autograph,
         function._jit_compile,
         function._reduce_retracing,
     )
-
-
-def untraced_function(
-    python_function: Any, signature: Any, autograph: bool, jit: Any, reduce_retracing: bool
-) -> Any:
-    return tf.function(python_function, signature, autograph, jit, reduce_retracing)
 
 
 def to_tensor(value: Any) -> tf.Tensor:
