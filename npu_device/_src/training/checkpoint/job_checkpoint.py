@@ -226,7 +226,7 @@ class JobCheckpoint:
         differing = self._compare(world, storage, step)
         # What this job leaves from here on is no obstacle to its next save.
         self._last_step = self._last_step or 0
-        partial_sums = {} if world is None else self._shared.partial_sums()
+        partial_sums = self._shared.partial_sums()
         means = means_of([*partial_sums.values()])
         partial = storage.partial(step)
         problem = f"the checkpoint of step {step} could not be written to {self._directory}:"

@@ -279,21 +279,22 @@ def tensors_of(
     In the last copy of a rank, divided slots are shared tensors of rank 0, and of no other rank.
     """
     tensors = []
-    for saved in compat.tensors_of_checkpoint(checkpoint, is_whole=rank_of_last_copy == 0):
+    saved = compat.tensors_of_checkpoint(checkpoint, is_whole=rank_of_last_copy == 0)
+    for owner, key, slice_spec, tensor in saved:
         # Until the first step of a divided optimizer, all ranks have its slots.
-        is_owned = compat.is_apart(saved.owner) and rank_of_last_copy != 0
+        is_owned = compat.is_apart(owner) and rank_of_last_copy != 0
         if is_owned and rank_of_last_copy is not None:
             continue
         record = {
             "kind": OWNED if is_owned else SHARED,
-            "name": saved.key,
-            "slice": saved.slice_spec,
+            "name": key,
+            "slice": slice_spec,
             # By the path of a variable, each rank's own values are read.
-            "path": paths.get(id(saved.owner)),
-            "dtype": saved.tensor.dtype.name,
-            "shape": saved.tensor.shape.as_list(),
+            "path": paths.get(id(owner)),
+            "dtype": tensor.dtype.name,
+            "shape": tensor.shape.as_list(),
         }
-        tensors.append((record, saved.tensor))
+        tensors.append((record, tensor))
     return tensors
 
 

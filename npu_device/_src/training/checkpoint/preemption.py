@@ -60,7 +60,7 @@ class Preemption:
         # Ranks that have asked for a step and not yet told which one it is.
         self._asking = set[str]()
         self._last_step: int | None = None
-        self._deadline: float | None = None
+        self._signalled_at: float | None = None
         self._code = 128 + stop_signal
         self._pid = os.getpid()
         global _current
@@ -107,7 +107,7 @@ class Preemption:
     @property
     def is_signalled(self) -> bool:
         """Return whether this rank itself was sent the signal, so that its node goes."""
-        return self._deadline is not None
+        return self._signalled_at is not None
 
     def note_saved(self) -> None:
         """Record that the last checkpoint is complete: from now on, the process can only end as resumable."""
@@ -169,15 +169,15 @@ class Preemption:
     # After the signal, in a thread of its own
 
     def _watch(self) -> None:
-        signalled_at: float | None = None
         poll = select.poll()  # select.select takes no descriptor above 1023
         poll.register(self._reader, select.POLLIN)
         if self._requests is not None:
             poll.register(self._requests.descriptor, select.POLLIN)
         while True:
             timeout = None
-            if self._deadline is not None:
-                timeout = 1000 * max(0.0, self._deadline - time.monotonic())
+            if self._signalled_at is not None:
+                deadline = self._signalled_at + self._limit
+                timeout = 1000 * max(0.0, deadline - time.monotonic())
             ready = [descriptor for descriptor, _ in poll.poll(timeout)]
             if not ready:
                 # The process doesn't go on after this: ``_end`` leaves it.
@@ -196,11 +196,10 @@ class Preemption:
                     os.write(self._previous_descriptor, signal_numbers)
             if self._signal not in signal_numbers:
                 continue
-            if signalled_at is None:
-                signalled_at = time.monotonic()
-                self._deadline = signalled_at + self._limit
+            if self._signalled_at is None:
+                self._signalled_at = time.monotonic()
                 self._begin()
-            elif time.monotonic() - signalled_at > SAME_PREEMPTION_SECONDS:
+            elif time.monotonic() - self._signalled_at > SAME_PREEMPTION_SECONDS:
                 self._end("a second signal has come")
 
     def _close_readers(self) -> None:

@@ -183,12 +183,17 @@ class OptimizerSlots:
             time.sleep(UPDATE_POLL_SECONDS)
         return updates == self.updates
 
+    def _held(self, index: int) -> Any:
+        """Return a slot that this rank holds; None for another one."""
+        # The index is from another rank, which may have built another model.
+        if 0 <= index < len(self.variables) and compat.has_memory(self.variables[index]):
+            return self.variables[index]
+        return None
+
     def own_bytes(self, index: int) -> Optional[memoryview]:
         """Return the value of a slot that this rank holds, or another one has assigned; None for another slot."""
-        if not 0 <= index < len(self.variables):
-            return None
-        variable = self.variables[index]
-        if not compat.has_memory(variable):
+        variable = self._held(index)
+        if variable is None:
             return None
         with self._lock:
             incoming = self._incoming.get(index)
@@ -202,11 +207,8 @@ class OptimizerSlots:
 
     def accept(self, rank: int, index: int, content: bytearray) -> bool:
         """Keep what another rank assigns to a slot of this one, until the next update."""
-        # The index is from another rank, which may have built another model.
-        if not 0 <= index < len(self.variables):
-            return False
-        variable = self.variables[index]
-        if not compat.has_memory(variable) or len(content) != bytes_of(variable):
+        variable = self._held(index)
+        if variable is None or len(content) != bytes_of(variable):
             return False
         with self._lock:
             incoming = self._incoming.setdefault(index, {})
