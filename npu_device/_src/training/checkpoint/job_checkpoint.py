@@ -8,6 +8,7 @@ import logging
 import os
 import shutil
 import signal
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -117,12 +118,10 @@ class JobCheckpoint:
             world = current_world()
             stop_signal = signal.Signals[environment.NPU_DEVICE_PREEMPT_SIGNAL.get()]
             limit = environment.NPU_DEVICE_PREEMPT_TIMEOUT.get()
-            requests = join_requests(world)
-            try:
+            if threading.current_thread() is threading.main_thread():
+                requests = join_requests(world)
                 self._preemption = Preemption(world, stop_signal, limit, requests)
-            except ValueError:
-                if requests is not None:
-                    requests.close()
+            else:
                 text = "this thread can't handle %s. What to do: make the JobCheckpoint in the main thread."
                 _log.warning(text, stop_signal.name)
 

@@ -46,8 +46,6 @@ class Preemption:
         limit: float,
         requests: JoinRequests | None = None,
     ) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            raise ValueError("only the main thread handles signals")
         self._world = world
         self._signal = stop_signal
         self._requests = requests

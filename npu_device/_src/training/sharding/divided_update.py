@@ -211,10 +211,7 @@ class DividedUpdate:
             return apply(gradients, variables)
         reduced = reduce(ranks)
         counted = [index for index in with_gradient if not compat.is_overwritten(variables[index])]
-        self._counted = []
-        for index in counted:
-            gradient = dense_of(gradients[index])
-            self._counted.append((ranks[index], gradient.dtype))
+        self._counted = [(ranks[index], dense_of(gradients[index]).dtype) for index in counted]
         share = [index for index in with_gradient if ranks[index] == self._world.rank]
         changed = self._changed(variables, with_gradient)
         # Each step applies constraints, which may change bits every time, and sets variables by their gradients.
