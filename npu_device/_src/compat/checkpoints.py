@@ -10,7 +10,6 @@ import tensorflow as tf
 
 from npu_device._src.compat.slot_memory import HELD_ELSEWHERE, of_this_rank
 
-
 SavedTensor = tuple[Any, str, str, tf.Tensor]
 """What has the tensor (a variable, another trackable, or None for the graph of objects), its key, its slice if the
 variable is partitioned, as TensorFlow's files name it, else "", and the tensor.

@@ -12,7 +12,6 @@ import tensorflow as tf
 
 from npu_device._src.compat.keras import (
     belongs_to_keras,
-    inner_variable,
     is_keras_3,
     is_overwritten,
     is_share,
@@ -205,25 +204,20 @@ def clipped_with_all(
     for position, (gradient, variable) in enumerate(pairs):
         if gradient is not None and not is_overwritten(variable):
             positions.append(position)
-    scale = getattr(optimizer, "loss_scale_factor", None) or 1
-    gradients = [pairs[position][0] for position in positions]
-    if scale != 1:
-        gradients = [gradient / scale for gradient in gradients]
-    is_legacy = hasattr(optimizer, "_global_clipnorm_fn")
     name = "_clip_gradients"
-    if is_legacy:
+    clipping = [pairs[position][0] for position in positions]
+    if scale := getattr(optimizer, "loss_scale_factor", None):
+        clipping = [gradient / scale for gradient in clipping]
+    # A legacy optimizer clips pairs.
+    if hasattr(optimizer, "_global_clipnorm_fn"):
         name = "_global_clipnorm_fn"
+        clipping = [pairs[position] for position in positions]
     clip = getattr(optimizer, name)
     was_set = name in vars(optimizer)
 
     def clip_with_all(_: Any) -> list:
-        clipped = gradients
-        if is_legacy:
-            clipped = [
-                (gradient, pairs[position][1]) for gradient, position in zip(gradients, positions)
-            ]
-        clipped = clip(clipped)
-        return [gradient for gradient, position in zip(clipped, positions) if position in share]
+        clipped = zip(clip(clipping), positions)
+        return [gradient for gradient, position in clipped if position in share]
 
     # The optimizer's own ``__setattr__`` is bypassed, since it tracks what is to be saved.
     vars(optimizer)[name] = clip_with_all
@@ -295,11 +289,9 @@ def trained_in_order(optimizer: Any, variables: Sequence) -> list | None:
     """
     if of_keras_3(optimizer):
         return list(optimizer._trainable_variables)
-    positions = {}
-    for variable in variables:
-        # The optimizer itself keeps no more of a variable than its position.
-        position = optimizer._index_dict.get(optimizer._var_key(variable))
-        positions[position] = variable
-    if set(positions) != set(optimizer._index_dict.values()):
+    # The optimizer itself keeps no more of a variable than its position.
+    positions = optimizer._index_dict
+    trained = {positions.get(optimizer._var_key(variable)): variable for variable in variables}
+    if set(trained) != set(positions.values()):
         return None
-    return [positions[position] for position in sorted(positions)]
+    return [trained[position] for position in sorted(trained)]

@@ -110,9 +110,7 @@ def _empty(variable: Any) -> None:
 def _free_memory(variable: Any) -> None:
     _empty(variable)
     with tf.init_scope(), tf.device(variable.device):
-        holder = UninitializedVariable(
-            trainable=False, shape=variable.shape, dtype=variable.dtype
-        )
+        holder = UninitializedVariable(trainable=False, shape=variable.shape, dtype=variable.dtype)
     _adopt_handle(variable, holder)
     vars(variable)[_HAS_MEMORY] = False
 

@@ -271,7 +271,8 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
                 self.not_kept = (problem,)
                 if is_main():
                     text = (
-                        "the training is resumed in epoch %d, but may not end with the bits of an uninterrupted one: %s"
+                        "the training is resumed in epoch %d, but may not end with the bits of an uninterrupted one: "
+                        "%s"
                     )
                     _log.warning(text, self._epoch + 1, problem)
         if pulled:

@@ -466,7 +466,7 @@ class JobCheckpoint:
         written = folder.sync_files(partial, prefix)
         if storage.is_keeper:
             with with_values([*partial_sums.values()], means):
-                self._shared.write(partial / folder.SHARED)
+                self._shared.checkpoint().write(str(partial / folder.SHARED))
             written |= folder.sync_files(partial, folder.SHARED)
         return written
 

@@ -152,10 +152,7 @@ class JobCopies:
             "attempt": environment.NPU_DEVICE_RESTART_COUNT.get(),
             "manifest": self._manifest(notes, list(variables)),
         }
-        rank_of_last_copy = None
-        if is_last:
-            rank_of_last_copy = rank
-        copied = tensors_of(checkpoint, paths, rank_of_last_copy)
+        copied = tensors_of(checkpoint, paths, rank, is_last)
         for name, content in rank_files.items():
             copied.append(({"kind": FILE, "name": name, "slice": ""}, content))
         self._copier.copy(header, copied)

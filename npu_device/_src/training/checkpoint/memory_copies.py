@@ -271,19 +271,17 @@ def copier_of(world: World | None, storage: Storage, is_demanded: bool) -> Copie
     return None
 
 
-def tensors_of(
-    checkpoint: Any, paths: dict[int, str], rank_of_last_copy: int | None = None
-) -> list[Content]:
+def tensors_of(checkpoint: Any, paths: dict[int, str], rank: int, is_last: bool) -> list[Content]:
     """Return what this rank has of a ``tf.train.Checkpoint``, given the paths of variables by their ids.
 
     In the last copy of a rank, divided slots are shared tensors of rank 0, and of no other rank.
     """
+    is_whole = is_last and rank == 0
     tensors = []
-    saved = compat.tensors_of_checkpoint(checkpoint, is_whole=rank_of_last_copy == 0)
-    for owner, key, slice_spec, tensor in saved:
+    for owner, key, slice_spec, tensor in compat.tensors_of_checkpoint(checkpoint, is_whole):
         # Until the first step of a divided optimizer, all ranks have its slots.
-        is_owned = compat.is_apart(owner) and rank_of_last_copy != 0
-        if is_owned and rank_of_last_copy is not None:
+        is_owned = compat.is_apart(owner) and not is_whole
+        if is_owned and is_last:
             continue
         record = {
             "kind": OWNED if is_owned else SHARED,

@@ -30,6 +30,7 @@ from npu_device._src.world.world import World
 STEP_QUESTION = "preemption step"
 STOP_QUESTION = "preemption stop"
 _NEVER = -1
+_NO_STEP = sys.maxsize  # no rank comes to it
 
 _log = logging.getLogger("npu_device")
 _names = itertools.count()
@@ -54,7 +55,7 @@ class Preemption:
         self.name = next(_names)  # the same on all ranks, since they make the same calls
         self._changed = threading.Condition()
         self._steps = 0
-        self._holds_at: int | None = None
+        self._holds_at = _NO_STEP
         # Ranks that have asked for a step and not yet told which one it is.
         self._asking = set[str]()
         self._last_step: int | None = None
@@ -84,18 +85,14 @@ class Preemption:
     def count_step(self) -> bool:
         """Count a step; return True if all ranks stop after it. Every rank has to call it once after each step.
 
-        Waits while a rank asks at which step all can stop.
+        Waits while a rank has asked at which step all can stop, and hasn't told yet.
         """
         with self._changed:
             self._steps += 1
-            while self._last_step is None and self._is_held():
+            while self._last_step is None and self._steps >= self._holds_at:
                 if not self._changed.wait(self._limit):
-                    self._holds_at = None  # the rank that asked is gone
+                    self._holds_at = _NO_STEP  # the rank that asked is gone
             return self._steps == self._last_step
-
-    def _is_held(self) -> bool:
-        """Return whether a rank has asked at which step all can stop, and hasn't told yet."""
-        return self._holds_at is not None and self._steps >= self._holds_at
 
     @property
     def takes_nodes(self) -> bool:
@@ -149,7 +146,7 @@ class Preemption:
                 return self._last_step
             self._asking.add(asker)
             # The first answer counts for all ranks that ask later: this rank has promised to wait at that step.
-            self._holds_at = self._holds_at or self._steps + 1
+            self._holds_at = min(self._holds_at, self._steps + 1)
             return self._holds_at
 
     def _answer_stop(self, body: Any) -> bool:
@@ -160,7 +157,7 @@ class Preemption:
                 if last_step != _NEVER:
                     self._last_step = last_step
                 if self._last_step is not None or not self._asking:
-                    self._holds_at = None
+                    self._holds_at = _NO_STEP
                 self._changed.notify_all()
         return True
 

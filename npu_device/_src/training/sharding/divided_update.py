@@ -221,7 +221,8 @@ class DividedUpdate:
             self._send_before_averages = partial(self._count_and_send, changed, earlier, is_update)
         arrived = [dense_of(reduced[index]) for index in share]
         arrived += self._joined([ranks[index] for index in with_gradient], is_update)
-        with tf.control_dependencies(self._slots.settle(arrived, is_update)), self._slots.update():
+        settled = self._slots.settle(arrived, is_update)
+        with tf.control_dependencies(settled), self._slots.updating.on():
             # What belongs to no variable changes on each rank, as Nadam's product of momenta does.
             if counted and not set(counted).intersection(share):
                 compat.update_without_gradients(self.optimizer)
@@ -303,26 +304,17 @@ class DividedUpdate:
             spread_from_owners(self._world, inner, owners)
         return tf.constant(True)
 
-    def _from_owners(
-        self, owned: Iterable[tf.Tensor], specs: Sequence[tf.TensorSpec], owners: Sequence[int]
-    ) -> list[tf.Tensor]:
-        """Return tensors of all ranks, given those of this one in order."""
-        remaining = iter(owned)
-        rank = self._world.rank
-        sent = []
-        for spec, owner in zip(specs, owners):
-            tensor = spec
-            if owner == rank:
-                tensor = next(remaining)
-            sent.append(tensor)
-        return broadcast_from_owners(self._world.job, sent, owners, self._world.group)
-
     def clip_by_global_norm(self, gradients: Sequence) -> list:
         """Clip the gradients that this rank owns by the norm of those of all ranks."""
-        owned = [compat.squared_norm(self.optimizer, gradient) for gradient in gradients]
+        owned = iter(gradients)
+        sent = []
+        for owner, dtype in self._counted:
+            norm = tf.TensorSpec([], dtype)
+            if owner == self._world.rank:
+                norm = compat.squared_norm(self.optimizer, next(owned))
+            sent.append(norm)
         owners = [owner for owner, _ in self._counted]
-        specs = [tf.TensorSpec([], dtype) for _, dtype in self._counted]
-        norms = self._from_owners(owned, specs, owners)
+        norms = broadcast_from_owners(self._world.job, sent, owners, self._world.group)
         return compat.clipped_by_global_norm(self.optimizer, gradients, norms)
 
     def with_own_averages(self, method: Callable[[list], Any], variables: Sequence) -> None:
@@ -339,7 +331,7 @@ class DividedUpdate:
                 owned.append(index)
         compat.with_averages(self.optimizer, variables, owned, method)
         # In an update, which sends all new values at its end, this sends nothing.
-        if not self._slots.is_updating:
+        if not self._slots.updating.is_on:
             self._spread(variables)
 
     def with_all_averages(self, method: Callable[[], Any]) -> None:
@@ -361,12 +353,12 @@ class DividedUpdate:
                     continue
                 # One after the other: a rank may have no memory for all.
                 owner = self._owners[_key(variable)]
-                owned = []
-                if owner == self._world.rank:
-                    owned.append(compat.inner_variable(average).read_value())
-                spec = tf.TensorSpec(average.shape, average.dtype)
-                [value] = self._from_owners(owned, [spec], [owner])
-                if owned:
+                is_owned = owner == self._world.rank
+                sent = tf.TensorSpec(average.shape, average.dtype)
+                if is_owned:
+                    sent = compat.inner_variable(average).read_value()
+                [value] = broadcast_from_owners(self._world.job, [sent], [owner], self._world.group)
+                if is_owned:
                     yield compat.inner_variable(average)
                 else:
                     yield tf.Variable(value)

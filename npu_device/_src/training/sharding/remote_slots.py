@@ -9,7 +9,6 @@ same, or an own value.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 import weakref
@@ -27,6 +26,7 @@ from npu_device._src.cluster.time_limits import UPDATE_END_SECONDS, UPDATE_POLL_
 from npu_device._src.collectives.graph import call_now
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
+from npu_device._src.threads import ThreadSwitch
 from npu_device._src.training.sharding.shares import bytes_of
 from npu_device._src.training.watching.digests import digest_of
 from npu_device._src.training.watching.same_variables import assign_from_root
@@ -109,7 +109,7 @@ class Share:
     def note_assigned(self) -> None:
         """Note that the script of the owner has assigned the slot a value."""
         slots = self._slots
-        if tf.executing_eagerly() and not slots.is_updating:
+        if tf.executing_eagerly() and not slots.updating.is_on:
             slots.assigned_at[self._index] = slots.updates
 
     def settle(self, root_rank: int) -> None:
@@ -123,7 +123,7 @@ class OptimizerSlots:
     def __init__(self, job: Job, group: Group) -> None:
         self.variables: list = []
         self.job = job
-        self.is_updating = False
+        self.updating = ThreadSwitch()  # on while an update changes slots, not the script
         self._lock = threading.Lock()
         self._incoming: dict[int, dict[int, bytearray]] = {}  # bytes by slot and by rank
         self.assigned_at: dict[int, int] = {}  # after how many updates the owner's script did
@@ -146,15 +146,6 @@ class OptimizerSlots:
     def updates(self) -> int:
         """Return how many divided updates this rank has made."""
         return int(self._updates.numpy())
-
-    @contextlib.contextmanager
-    def update(self) -> Iterator[None]:
-        """Let the block change slots by an update, not by the script."""
-        self.is_updating = True
-        try:
-            yield
-        finally:
-            self.is_updating = False
 
     def register(self, user: Any) -> None:
         """Get the id by which the ranks know this optimizer, at its first step; see ``SlotExchange.add``."""
