@@ -1,8 +1,7 @@
 """The slots of an optimizer that one rank holds: TensorFlow's variables with a class of their own.
 
 Those of Keras 3 hold such a variable, and pass on to it what reads and assigns them. The variable stays, since lists of
-the optimizer and of checkpoints refer to it. On the other ranks it gets a handle without a value: what reads it past
-its methods, as TensorFlow's own functions may, raises FailedPreconditionError.
+the optimizer and of checkpoints refer to it. On the other ranks it gets a handle without a value.
 """
 
 from __future__ import annotations
@@ -131,7 +130,7 @@ def _adopt_handle(variable: Any, holder: Any) -> None:
     # SavedModels look for the variable of a handle.
     handle = holder.handle
     handle._parent_trackable = weakref.ref(variable)
-    variable._handle = handle
+    vars(variable)["_handle"] = handle
 
 
 # A variable that is made in a function has a class of its own.
@@ -164,6 +163,15 @@ def _remote_class(variable_class: Any) -> Any:
 
     class RemoteVariable(variable_class):
         """A slot that another rank holds. Until the first step, it has its initial value unless assigned another."""
+
+        @property
+        def handle(self) -> Any:
+            return vars(self)["_handle"]
+
+        # Operations of eager mode would read a tensor here past the methods, and find no elements.
+        @property
+        def _handle(self) -> Any:
+            return weakref.proxy(self.handle)
 
         # All methods of TensorFlow's variables that return the value call ``_read_variable_op``.
         def _read_variable_op(self, *args: Any, **kwargs: Any) -> Any:
