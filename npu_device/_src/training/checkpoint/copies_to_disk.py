@@ -100,7 +100,7 @@ def _newer(
     for key, by_rank in on_host.items():
         header = next(iter(by_rank.values())).header
         rank_count = header["manifest"]["world_size"]
-        is_last = header["is_last"]
+        is_last = header.get("is_last", False)
         listed.append((key, rank_count, is_last, sorted(by_rank)))
     on_disk = folder.readable_latest(disk.directory) or 0
     gathered = gather(world, (on_disk, listed))
