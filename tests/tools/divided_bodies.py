@@ -500,6 +500,7 @@ def body_direct_reads(directory: str) -> list[str]:
         "tensor": tf.convert_to_tensor,
         "sum": lambda slot: slot + 0.0,
         "add": lambda slot: tf.add(slot, 0.0),
+        "multiply": lambda slot: tf.multiply(compat.inner_variable(slot), 1.0),
         "stack": lambda slot: tf.stack([slot])[0],
         "function": tf.function(tf.identity, autograph=False),
         "captured": lambda slot: tf.function(lambda: tf.convert_to_tensor(slot) + 0.0)(),

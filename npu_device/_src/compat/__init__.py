@@ -14,5 +14,5 @@ from npu_device._src.compat.keras import *  # noqa: F403
 from npu_device._src.compat.keras_models import *  # noqa: F403
 from npu_device._src.compat.optimizer_slots import *  # noqa: F403
 from npu_device._src.compat.script_functions import *  # noqa: F403
+from npu_device._src.compat.slot_memory import *  # noqa: F403
 from npu_device._src.compat.tensorflow import *  # noqa: F403
-from npu_device._src.compat.tf_keras_slots import is_plain_variable as is_plain_variable

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import tensorflow as tf
 
-from npu_device._src.compat.keras import HELD_ELSEWHERE, of_this_rank
+from npu_device._src.compat.slot_memory import HELD_ELSEWHERE, of_this_rank
 
-
-class SavedTensor(NamedTuple):
-    owner: Any  # a variable, another trackable, or None for the graph of objects
-    key: str
-    slice_spec: str  # slice of a partitioned variable, as TensorFlow's files name it; else ""
-    tensor: tf.Tensor
+SavedTensor = tuple[Any, str, str, tf.Tensor]
+"""What has the tensor (a variable, another trackable, or None for the graph of objects), its key, its slice if the
+variable is partitioned, as TensorFlow's files name it, else "", and the tensor.
+"""
 
 
 def tensors_of_checkpoint(checkpoint: tf.train.Checkpoint, is_whole: bool) -> list[SavedTensor]:
@@ -46,4 +44,4 @@ def _tensors(by_owner: dict[Any, dict[str, Any]]) -> Iterator[SavedTensor]:
                     tensor = tensor()
                 # A variable without a value yet has none.
                 if tensor is not None:
-                    yield SavedTensor(owner, key, slice_spec, tensor)
+                    yield owner, key, slice_spec, tensor

@@ -143,10 +143,7 @@ def may_be_set(variables: Iterable) -> list[bool]:
     found = []
     for variable in variables:
         handle = handles.get(id(handle_of(variable)))
-        if handle is None:
-            found.append(True)
-        else:
-            found.append(any(_sets(user, handle) for user in handle.consumers()))
+        found.append(handle is None or any(_sets(user, handle) for user in handle.consumers()))
     return found
 
 

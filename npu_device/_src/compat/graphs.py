@@ -71,20 +71,18 @@ def functions_that_update(variables: Iterable) -> list[list[str]]:
     """Return for each variable the names of the functions in this process that set it to what they compute on their
     own: no other rank has a part in it.
     """
-    names: list[set[str]] = []
-    indices = {}
-    for index, variable in enumerate(variables):
-        indices[id(inner_variable(variable).handle)] = index
-        names.append(set())
+    names: dict[int, set[str]] = {}
+    for variable in variables:
+        names[id(inner_variable(variable).handle)] = set()
     for graph in live_objects([FuncGraph]):
-        captured = [(outer, inner) for outer, inner in graph.captures if id(outer) in indices]
+        captured = [(outer, inner) for outer, inner in graph.captures if id(outer) in names]
         exchanged = _operations_after_exchanges(graph) if captured else set()
         for outer, inner in captured:
             # Inference reads moving statistics, and doesn't set them.
             setters = [user for user in inner.consumers() if user.type.startswith("Assign")]
             if any(setter.name not in exchanged for setter in setters):
-                names[indices[id(outer)]].add(graph.name)
-    return list(map(sorted, names))
+                names[id(outer)].add(graph.name)
+    return list(map(sorted, names.values()))
 
 
 def _operations_after_exchanges(graph: Any) -> set[str]:

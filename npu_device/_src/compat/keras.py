@@ -9,8 +9,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from npu_device._src.threads import ThreadSwitch
-
 
 def keras_of(component: object) -> Any:
     """Return the Keras package that an optimizer, a model or a layer belongs to; tf.keras if it can't be determined."""
@@ -21,13 +19,18 @@ def keras_of(component: object) -> Any:
     return tf.keras
 
 
-def is_keras_3(keras: Any) -> bool:
-    """Return True for Keras 3 and later; False for tf_keras and for the Keras 2 of TensorFlow 2.15."""
+def release_of(keras: Any) -> tuple[int, int]:
+    """Return the release of a Keras package."""
     version = getattr(keras, "__version__", None)
     if not version:
-        version = getattr(keras, "version", lambda: "2")()
-    major = str(version).partition(".")[0]
-    return int(major) >= 3
+        version = getattr(keras, "version", lambda: "2.0")()
+    major, minor, *_ = str(version).split(".")
+    return int(major), int(minor)
+
+
+def is_keras_3(keras: Any) -> bool:
+    """Return True for Keras 3 and later; False for tf_keras and for the Keras 2 of TensorFlow 2.15."""
+    return release_of(keras) >= (3, 0)
 
 
 def of_keras_3(component: object) -> bool:
@@ -171,10 +174,8 @@ def iterators_made(model: Any, used: int, knows_length: bool) -> list[int]:
     Each validation on a part of the same shuffled dataset makes one or two of them.
     """
     # From Keras 3.7 on, an epoch ends by making an iterator; the next one uses it only if steps_per_epoch is given.
-    version = str(getattr(keras_of(model), "__version__", "2.0")).split(".")
-    release = (int(version[0]), int(version[1]))
     factors = [1, 2, 3]
-    if knows_length and release >= (3, 7):
+    if knows_length and release_of(keras_of(model)) >= (3, 7):
         epochs = _epochs_of_fit()
         if epochs is None:
             factors = [1, 2, 3, 4]
@@ -285,29 +286,22 @@ def inner_variable(variable: Any) -> Any:
 
 
 SHARE = "_npu_share"
-"""The attribute of an optimizer's variable that only one rank holds, or is going to."""
+"""The attribute of TensorFlow's variable in a variable of an optimizer that only one rank holds, or is going to."""
+
+
+def share_of(variable: Any) -> Any:
+    """Return what ``mark`` has given a variable of an optimizer; None for one that all ranks hold."""
+    return getattr(inner_variable(variable), SHARE, None)
 
 
 def is_share(variable: Any) -> bool:
     """Return whether only one rank holds a variable of an optimizer, or is going to."""
-    return SHARE in getattr(variable, "__dict__", {})
+    return share_of(variable) is not None
 
 
 def is_apart(variable: Any) -> bool:
     """Return whether only one rank holds a variable of an optimizer now."""
-    return is_share(variable) and getattr(variable, SHARE).is_apart
-
-
-HELD_ELSEWHERE = object()
-of_this_rank = ThreadSwitch()
-"""Lets slots that other ranks hold be ``HELD_ELSEWHERE`` in what a thread reads for a checkpoint."""
-
-
-def in_checkpoint(slot: Any, has_memory: bool) -> Any:
-    """Return what a checkpoint is to hold for a slot of another rank."""
-    if not has_memory and of_this_rank.is_on:
-        return HELD_ELSEWHERE
-    return tf.convert_to_tensor(slot)
+    return getattr(share_of(variable), "is_apart", False)
 
 
 def optimizer_variables(optimizer: Any, weights: Any) -> list:

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Callable, cast
 
 import tensorflow as tf
-from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.util import dispatch
 
 from npu_device._src.compat.keras import (
@@ -22,8 +21,10 @@ from npu_device._src.compat.keras import (
     is_vocabulary,
     keras_of,
     of_keras_3,
+    release_of,
 )
 from npu_device._src.compat.live_objects import live_objects, with_subclasses
+from npu_device._src.compat.script_functions import call_rewritten
 
 
 def all_layers(model: Any) -> list:
@@ -44,8 +45,7 @@ def converted(component: Any, name: str) -> Callable:
     def call(*args: Any, **kwargs: Any) -> Any:
         if tf.executing_eagerly():
             return method(*args, **kwargs)
-        with ag_ctx.ControlStatusCtx(status=ag_ctx.Status.ENABLED) as status:
-            return tf.__internal__.autograph.tf_convert(method, status)(*args, **kwargs)
+        return call_rewritten(method, *args, **kwargs)
 
     return call
 
@@ -167,26 +167,14 @@ def layers_that_add_up_activity(model: Any) -> list:
 
     Keras 3 divides by their number from 3.14 on, as tf-keras always did. Can go with the versions before that.
     """
-    layers = []
+    layers: list = []
+    if not (3, 0) <= release_of(keras_of(model)) < (3, 14):
+        return layers
     for layer in all_layers(model):
         regularizer = type(getattr(layer, "activity_regularizer", None))
         if regularizer.__name__ in ("L1", "L2", "L1L2") and belongs_to_keras(regularizer):
             layers.append(layer)
-    if not layers or not _adds_up_activity(keras_of(model)):
-        return []
     return layers
-
-
-@functools.cache
-def _adds_up_activity(keras: Any) -> bool:
-    """Return True if a release of Keras does so, by trying a regularizer on two samples."""
-    with tf.init_scope():
-        layer = keras.layers.Activation(
-            "linear", activity_regularizer=keras.regularizers.L1(1.0), name="npu_device"
-        )
-        layer(tf.ones([2, 1]))
-        # The mean of two ones is 1, and their sum 2.
-        return float(layer.losses[0]) > 1.5
 
 
 def is_built(model: Any) -> bool:

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, Callable
 
 import tensorflow as tf
 
-from npu_device._src.compat import tf_keras_slots
 from npu_device._src.compat.keras import (
-    SHARE,
     belongs_to_keras,
-    in_checkpoint,
-    inner_variable,
     is_keras_3,
     is_overwritten,
     is_share,
@@ -24,6 +19,7 @@ from npu_device._src.compat.keras import (
     of_keras_3,
     with_inner,
 )
+from npu_device._src.compat.slot_memory import is_plain_variable
 
 _STATE_IN_SLOTS = "SGD Adam AdamW RMSprop Adagrad Adadelta Adamax Nadam Lion Ftrl Lamb"
 """Keras's optimizers that update each variable by itself, and keep all they know of it in slots."""
@@ -102,7 +98,13 @@ def undivided_state(optimizer: Any, whole_slots: Sequence) -> list:
     needed_ids = set(map(id, needed))
     state = list(optimizer.variables)
     if not of_keras_3(optimizer):
-        state = tf_keras_slots.variables_held(optimizer)
+        # tf-keras lists not all variables that are attributes of an optimizer, or in its lists.
+        state = []
+        for attribute in vars(optimizer).values():
+            candidates = [attribute]
+            if isinstance(attribute, (list, tuple)):
+                candidates = list(attribute)
+            state += [held for held in candidates if isinstance(held, tf.Variable)]
     undivided = []
     for variable in state:
         if id(variable) not in needed_ids and not is_share(variable):
@@ -124,11 +126,7 @@ def lists_of_slots(optimizer: Any, trained: Sequence) -> Iterator[Sequence]:
 
 
 def _is_slot(slot: Any, variable: Any) -> bool:
-    if isinstance(variable, tf.Variable):
-        is_variable = tf_keras_slots.is_plain_variable(slot)
-    else:
-        is_variable = isinstance(slot, keras_of(variable).Variable)
-    return is_variable and tuple(slot.shape) == tuple(variable.shape)
+    return is_plain_variable(slot) and tuple(slot.shape) == tuple(variable.shape)
 
 
 def update_without_gradients(optimizer: Any) -> None:
@@ -161,7 +159,8 @@ def squared_norm(optimizer: Any, gradient: Any) -> tf.Tensor:
     """Return the sum of the squares of a gradient, as the global norm of Keras adds them up; in tf-keras half of it."""
     keras = keras_of(optimizer)
     if not is_keras_3(keras):
-        return tf_keras_slots.half_squared_norm(gradient)
+        # What ``tf.linalg.global_norm`` adds up, also for the rows of a sparse gradient.
+        return tf.nn.l2_loss(getattr(gradient, "values", gradient))
     operations = keras.ops
     return operations.sum(operations.square(gradient))
 
@@ -171,11 +170,13 @@ def clipped_by_global_norm(
 ) -> list:
     """Return gradients clipped as Keras does, bit by bit, given the squared norms of all ranks' gradients."""
     keras = keras_of(optimizer)
+    largest = optimizer.global_clipnorm
     if not is_keras_3(keras):
-        return tf_keras_slots.clipped_by_norm(gradients, optimizer.global_clipnorm, squared_norms)
+        half_squared = tf.reduce_sum(tf.stack(squared_norms))
+        norm = tf.sqrt(half_squared * tf.constant(2.0, half_squared.dtype))
+        return tf.clip_by_global_norm(list(gradients), largest, use_norm=norm)[0]
     operations = keras.ops
     norm = operations.sqrt(operations.sum(operations.stack(squared_norms)))
-    largest = optimizer.global_clipnorm
     scale = largest * operations.minimum(1.0 / norm, 1.0 / largest)
     # An infinite norm makes this NaN, and the scale with it.
     scale = scale + (norm - norm)
@@ -203,25 +204,20 @@ def clipped_with_all(
     for position, (gradient, variable) in enumerate(pairs):
         if gradient is not None and not is_overwritten(variable):
             positions.append(position)
-    scale = getattr(optimizer, "loss_scale_factor", None) or 1
-    gradients = [pairs[position][0] for position in positions]
-    if scale != 1:
-        gradients = [gradient / scale for gradient in gradients]
-    is_legacy = hasattr(optimizer, "_global_clipnorm_fn")
     name = "_clip_gradients"
-    if is_legacy:
+    clipping = [pairs[position][0] for position in positions]
+    if scale := getattr(optimizer, "loss_scale_factor", None):
+        clipping = [gradient / scale for gradient in clipping]
+    # A legacy optimizer clips pairs.
+    if hasattr(optimizer, "_global_clipnorm_fn"):
         name = "_global_clipnorm_fn"
+        clipping = [pairs[position] for position in positions]
     clip = getattr(optimizer, name)
     was_set = name in vars(optimizer)
 
     def clip_with_all(_: Any) -> list:
-        clipped = gradients
-        if is_legacy:
-            clipped = [
-                (gradient, pairs[position][1]) for gradient, position in zip(gradients, positions)
-            ]
-        clipped = clip(clipped)
-        return [gradient for gradient, position in zip(clipped, positions) if position in share]
+        clipped = zip(clip(clipping), positions)
+        return [gradient for gradient, position in clipped if position in share]
 
     # The optimizer's own ``__setattr__`` is bypassed, since it tracks what is to be saved.
     vars(optimizer)[name] = clip_with_all
@@ -282,86 +278,6 @@ def lend_averages(optimizer: Any, lend: Callable[[Sequence], Iterator]) -> None:
         vars(optimizer)[_AVERAGES] = averages
 
 
-def free_until_first_step(slot: Any, initializer: Any) -> None:
-    """Free the memory of a slot that another rank will hold: until it is assigned another one, it has the initial value
-    that an initializer of Keras has given it, or "zeros", or what a checkpoint has given it. In tf-keras,
-    ``initializer`` is the value itself, or None for zeros.
-    """
-    if isinstance(slot, tf.Variable):
-        tf_keras_slots.free_until_first_step(slot, initializer)
-        return
-    if isinstance(initializer, str):
-        initializer = keras_of(slot).initializers.get(initializer)
-    # A checkpoint that has been read before may have been waiting for the variable.
-    is_restored = slot._update_uid >= 0
-    _leave_to_owner(slot, initializer, is_restored)
-
-
-def watch_reads(slot: Any) -> None:
-    """Let a built slot that another rank will hold tell functions that read it before the first step."""
-    if isinstance(slot, tf.Variable):
-        tf_keras_slots.watch_reads(slot)
-    else:
-        slot.__class__ = _remote_class(keras_of(slot).Variable)
-
-
-def make_remote(slot: Any) -> None:
-    """Free the memory of a slot; its ``SHARE`` tells what reading it gives."""
-    if isinstance(slot, tf.Variable):
-        tf_keras_slots.make_remote(slot)
-        return
-    if slot._value is not None:
-        tf_keras_slots.empty(slot._value)
-    _leave_to_owner(slot, None, False)
-
-
-def _leave_to_owner(slot: Any, initializer: Any, keeps_value: bool) -> None:
-    # The object stays, since lists of the optimizer and of checkpoints refer to it.
-    slot.__class__ = _remote_class(keras_of(slot).Variable)
-    slot._initializer = initializer
-    if not keeps_value:
-        slot._value = None
-
-
-def has_memory(slot: Any) -> bool:
-    """Return whether a slot has a value of its own on this rank."""
-    if isinstance(slot, tf.Variable):
-        return tf_keras_slots.has_memory(slot)
-    return slot._value is not None
-
-
-def make_whole(slot: Any) -> None:
-    """Undo ``free_until_first_step``."""
-    if isinstance(slot, tf.Variable):
-        tf_keras_slots.make_whole(slot)
-        return
-    if slot._value is None:
-        _give_initial_value(slot)
-    slot.__class__ = keras_of(slot).Variable
-    del slot.__dict__[SHARE]
-
-
-def _give_initial_value(slot: Any) -> None:
-    with tf.init_scope():
-        slot._initialize_with_initializer(slot._initializer)
-
-
-def make_own(slot: Any) -> None:
-    """Let the ``SHARE`` of a slot know when a script assigns it a value."""
-    if isinstance(slot, tf.Variable):
-        tf_keras_slots.make_own(slot)
-    else:
-        slot.__class__ = _own_class(keras_of(slot).Variable)
-
-
-def set_slot(slot: Any, value: Any) -> None:
-    """Assign a slot of this rank a value that doesn't come from its script."""
-    if isinstance(slot, tf.Variable):
-        tf_keras_slots.set_value(slot, value)
-    else:
-        inner_variable(slot).assign(value)
-
-
 def path_of(slot: Any) -> str:
     """Return the name by which messages call a slot."""
     return str(getattr(slot, "path", slot.name))
@@ -373,59 +289,9 @@ def trained_in_order(optimizer: Any, variables: Sequence) -> list | None:
     """
     if of_keras_3(optimizer):
         return list(optimizer._trainable_variables)
-    return tf_keras_slots.in_order_of_slots(optimizer, variables)
-
-
-@functools.cache
-def _own_class(variable_class: Any) -> Any:
-    """Return the class of slots that only this rank holds."""
-
-    class OwnVariable(variable_class):
-        def _direct_assign(self, value: Any) -> None:
-            super()._direct_assign(value)
-            getattr(self, SHARE).note_assigned()
-
-    return OwnVariable
-
-
-@functools.cache
-def _remote_class(variable_class: Any) -> Any:
-    """Return the class of slots that another rank holds."""
-
-    class RemoteVariable(variable_class):
-        """A slot without memory. Until the first step, it has its initial value unless it is assigned another one."""
-
-        @property
-        def value(self) -> Any:
-            share = getattr(self, SHARE)
-            if self._value is None and self._initializer is None:
-                return share.read(self)
-            read = functools.partial(getattr, super(), "value")
-            return share.read_before_first_step(self, read)
-
-        def numpy(self) -> Any:
-            return self.value.numpy()
-
-        def _direct_assign(self, value: Any) -> None:
-            if self._value is None and self._initializer is None:
-                getattr(self, SHARE).assign(self, value)
-                return
-            if self._value is None:
-                _give_initial_value(self)
-            super()._direct_assign(value)
-
-        # TensorFlow's checkpoints and SavedModels ask for it, as a name.
-        @property
-        def _shared_name(self) -> str:
-            return str(self.name)
-
-        def _serialize_to_tensors(self) -> dict[str, Any]:
-            return {"VARIABLE_VALUE": in_checkpoint(self, self._value is not None)}
-
-        def _restore_from_tensors(self, restored_tensors: dict[str, Any]) -> Any:
-            self.assign(restored_tensors["VARIABLE_VALUE"])
-
-        def __repr__(self) -> str:
-            return f"<Variable path={self.path}, shape={self.shape}, dtype={self.dtype}, held by another rank>"
-
-    return RemoteVariable
+    # The optimizer itself keeps no more of a variable than its position.
+    positions = optimizer._index_dict
+    trained = {positions.get(optimizer._var_key(variable)): variable for variable in variables}
+    if set(trained) != set(positions.values()):
+        return None
+    return [trained[position] for position in sorted(trained)]

@@ -89,6 +89,12 @@ def own_traces() -> Iterator[None]:
         context.drop_traces()
 
 
+def call_rewritten(function: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Call a function as AutoGraph rewrites it."""
+    with ag_ctx.ControlStatusCtx(status=ag_ctx.Status.ENABLED) as status:
+        return tf.__internal__.autograph.tf_convert(function, status)(*args, **kwargs)
+
+
 _one_block = threading.RLock()
 """Held while the calls of functions are replaced."""
 
@@ -101,14 +107,12 @@ def expanded_functions() -> Iterator[None]:
     """
     thread = threading.get_ident()
 
-    def expand(function: Any, *args: Any, **kwargs: Any) -> Any:
+    def expand(function: Any, /, *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() != thread:
             return type(function)._call(function, *args, **kwargs)
         if not function._autograph:
             return function._python_function(*args, **kwargs)
-        with ag_ctx.ControlStatusCtx(status=ag_ctx.Status.ENABLED) as status:
-            converted = tf.__internal__.autograph.tf_convert(function._python_function, status)
-            return converted(*args, **kwargs)
+        return call_rewritten(function._python_function, *args, **kwargs)
 
     with _one_block:
         functions = live_objects([Function])
@@ -121,38 +125,21 @@ def expanded_functions() -> Iterator[None]:
                 vars(function).pop("_call", None)
 
 
-class _InlineBlocks:
-    """The blocks of all threads in which functions run inline."""
-
-    def __init__(self) -> None:
-        self._changing = threading.Lock()
-        self._open = 0
-        self._was_eager = False  # the setting of the script
-
-    def begin(self) -> None:
-        with self._changing:
-            if not self._open:
-                self._was_eager = tf.config.functions_run_eagerly()
-                # TensorFlow has no setting per function; the switch is for the whole process.
-                tf.config.run_functions_eagerly(True)
-            self._open += 1
-
-    def end(self) -> None:
-        with self._changing:
-            self._open -= 1
-            # Blocks of two threads may end in any order.
-            if not self._open:
-                tf.config.run_functions_eagerly(self._was_eager)
-
-
-_inline_blocks = _InlineBlocks()
+_changing = threading.Lock()
+_settings: list[bool] = []
+"""For each block in which functions run inline, in any thread, the setting that it has found: first, the script's."""
 
 
 @contextlib.contextmanager
 def functions_inline() -> Iterator[None]:
     """Run functions of the script as plain Python, where nothing builds a graph."""
-    _inline_blocks.begin()
+    # TensorFlow has no setting per function; the switch is for the whole process.
+    with _changing:
+        _settings.append(tf.config.functions_run_eagerly())
+        tf.config.run_functions_eagerly(True)
     try:
         yield
     finally:
-        _inline_blocks.end()
+        # Blocks of two threads may end in any order: the last one to end takes the first setting.
+        with _changing:
+            tf.config.run_functions_eagerly(_settings.pop())

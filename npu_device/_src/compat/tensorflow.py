@@ -58,21 +58,15 @@ def is_function(value: Any) -> bool:
     return isinstance(value, _function.Function)
 
 
-def parts_of_function(function: Any) -> tuple:
-    """Return what ``untraced_function`` needs to make the same function in a different process."""
-    return (
+def reduced_function(function: Any) -> tuple[Callable[..., Any], tuple]:
+    """Return what makes the same function without graphs in a different process, and its arguments."""
+    return tf.function, (
         function.python_function,
         function.input_signature,
         function._autograph,
         function._jit_compile,
         function._reduce_retracing,
     )
-
-
-def untraced_function(
-    python_function: Any, signature: Any, autograph: bool, jit: Any, reduce_retracing: bool
-) -> Any:
-    return tf.function(python_function, signature, autograph, jit, reduce_retracing)
 
 
 def to_tensor(value: Any) -> tf.Tensor:
@@ -94,6 +88,18 @@ def to_array(tensor: tf.Tensor) -> np.ndarray:
     if tensor.shape.rank:
         return np.asarray(tensor)
     return np.array(tensor.numpy(), tensor.dtype.as_numpy_dtype)
+
+
+def bytes_of_tensor(tensor: tf.Tensor) -> memoryview:
+    """Return the bytes of an eager tensor; not a copy if it is in the memory of the host."""
+    flat = np.ascontiguousarray(to_array(tensor)).reshape(-1)
+    return flat.view(np.uint8).data
+
+
+def tensor_of_bytes(content: bytearray | memoryview, dtype: Any, shape: Any) -> tf.Tensor:
+    """Return the tensor whose bytes ``bytes_of_tensor`` has given."""
+    flat = np.frombuffer(content, tf.as_dtype(dtype).as_numpy_dtype)
+    return tf.constant(flat.reshape(tuple(shape)), dtype)
 
 
 def context_is_initialized() -> bool:

@@ -117,7 +117,7 @@ def _pickled(value: Any, arrays: dict[int, np.ndarray] | None = None) -> bytes:
                 # cloudpickle leaves out the file, without which tracebacks have no lines.
                 return marshal.loads, (marshal.dumps(value),)
             if compat.is_function(value):
-                return compat.untraced_function, compat.parts_of_function(value)
+                return compat.reduced_function(value)
             return super().reducer_override(value)
 
     stream = io.BytesIO()

@@ -18,10 +18,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import tensorflow as tf
 
-from npu_device._src import environment
+from npu_device._src import compat, environment
 from npu_device._src.training.checkpoint import folder, selection
 from npu_device._src.training.checkpoint.folder import CheckpointError
 from npu_device._src.training.checkpoint.memory_slots import (
@@ -280,9 +279,7 @@ def _of_kind(records: Sequence[Record], kind: str) -> list[Record]:
 def _tensor_of(record: Record, content: memoryview) -> tf.Tensor:
     if record["dtype"] == "string":
         return tf.io.parse_tensor(bytes(content), tf.string)
-    dtype = tf.as_dtype(record["dtype"])
-    array = np.frombuffer(content, dtype.as_numpy_dtype)
-    return tf.constant(array.reshape(record["shape"]), dtype)
+    return compat.tensor_of_bytes(content, record["dtype"], record["shape"])
 
 
 def write_newest(world: World | None, slots: Sequence[Slot]) -> None:

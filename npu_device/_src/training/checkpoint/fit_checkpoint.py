@@ -123,6 +123,11 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
         self._is_cut = False  # a callback has ended an epoch, and so the fit, at a step
         self._stops_at_epoch_end = False
         self._has_begun_files = False
+        # A script's own ``CallbackList`` may know neither steps nor epochs, and that of tf-keras then gives no
+        # ``params``.
+        params: dict[str, Any] = getattr(self, "params", None) or {}
+        self._epoch_steps: int | None = params.get("steps")
+        self._epochs: int | None = params.get("epochs")
         knows_length = self._epoch_steps is not None
         world = current_world()
         if world is not None:
@@ -178,7 +183,6 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
 
     def on_train_end(self, logs: Any = None) -> None:
         """Save the last checkpoint, unless there is one of the step in which a callback has stopped the ``fit``."""
-        self.model.train_function = self._inner
         self._must_have_resumed()
         is_cut = any(gather(current_world(), self._is_cut))
         ended_epochs = self._epoch + 1
@@ -205,19 +209,6 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
 
     def _is_within_epoch(self) -> bool:
         return self._epoch_steps is None or self._step < self._epoch_steps
-
-    # A script's own ``CallbackList`` may know neither steps nor epochs, and that of tf-keras then gives no ``params``.
-    @property
-    def _fit_params(self) -> dict[str, Any]:
-        return getattr(self, "params", None) or {}
-
-    @property
-    def _epoch_steps(self) -> int | None:
-        return self._fit_params.get("steps")
-
-    @property
-    def _epochs(self) -> int | None:
-        return self._fit_params.get("epochs")
 
     # A callback's step stands in place of the model's train function, since saving and resuming happen at the same
     # point between its steps: no other callback comes in between, and a model is built by its first batch.
@@ -278,9 +269,12 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
             self.not_kept = ()
             if problem is not None:
                 self.not_kept = (problem,)
-            if problem is not None and is_main():
-                text = "the training is resumed in epoch %d, but may not end with the bits of an uninterrupted one: %s"
-                _log.warning(text, self._epoch + 1, problem)
+                if is_main():
+                    text = (
+                        "the training is resumed in epoch %d, but may not end with the bits of an uninterrupted one: "
+                        "%s"
+                    )
+                    _log.warning(text, self._epoch + 1, problem)
         if pulled:
             self._build(keras_iterator, pulled[0])
             self._job._reserve()

@@ -92,13 +92,12 @@ class FitData:
             checksums = gather(self._world, start.full_checksum(pulled[:1]))
             # Another number of ranks divides batches in another way, unless all ranks read the same.
             expected = position.first_checksums
-            is_resized = len(checksums) != len(expected)
             is_found = checksums == expected
-            if is_resized and not is_found:
-                samples_checksum = self._samples_checksum(pulled)
+            if len(checksums) != len(expected):
                 # If a pipeline divides batches, the ranks together have the same samples, but each has others.
                 is_found = (
-                    set(checksums) == set(expected) or samples_checksum == position.samples_checksum
+                    set(checksums) == set(expected)
+                    or self._samples_checksum(pulled) == position.samples_checksum
                 )
             if is_found:
                 return pulled, None if self._knows_length else _UNKNOWN_LENGTH

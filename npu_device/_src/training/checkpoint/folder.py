@@ -204,11 +204,10 @@ def _finished(directory: Path) -> list[int]:
 
 def _matches(directory: Path, pattern: re.Pattern[str]) -> list[re.Match[str]]:
     matches = []
-    with os.scandir(directory) as entries:
-        for entry in entries:
-            match = pattern.fullmatch(entry.name)
-            if match is not None and entry.is_dir():
-                matches.append(match)
+    for path in directory.iterdir():
+        match = pattern.fullmatch(path.name)
+        if match is not None and path.is_dir():
+            matches.append(match)
     return matches
 
 

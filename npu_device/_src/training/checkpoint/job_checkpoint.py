@@ -8,6 +8,7 @@ import logging
 import os
 import shutil
 import signal
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from npu_device._src.cluster.rank_errors import RESUMABLE
 from npu_device._src.training.checkpoint import folder, selection
 from npu_device._src.training.checkpoint.callback_states import NO_CALLBACKS
 from npu_device._src.training.checkpoint.folder import CheckpointError
-from npu_device._src.training.checkpoint.job_copies import Copied, JobCopies
+from npu_device._src.training.checkpoint.job_copies import JobCopies
 from npu_device._src.training.checkpoint.join_requests import join_requests
 from npu_device._src.training.checkpoint.memory_copies import copier_of
 from npu_device._src.training.checkpoint.preemption import Preemption
@@ -117,12 +118,10 @@ class JobCheckpoint:
             world = current_world()
             stop_signal = signal.Signals[environment.NPU_DEVICE_PREEMPT_SIGNAL.get()]
             limit = environment.NPU_DEVICE_PREEMPT_TIMEOUT.get()
-            requests = join_requests(world)
-            try:
+            if threading.current_thread() is threading.main_thread():
+                requests = join_requests(world)
                 self._preemption = Preemption(world, stop_signal, limit, requests)
-            except ValueError:
-                if requests is not None:
-                    requests.close()
+            else:
                 text = "this thread can't handle %s. What to do: make the JobCheckpoint in the main thread."
                 _log.warning(text, stop_signal.name)
 
@@ -226,7 +225,7 @@ class JobCheckpoint:
         differing = self._compare(world, storage, step)
         # What this job leaves from here on is no obstacle to its next save.
         self._last_step = self._last_step or 0
-        partial_sums = {} if world is None else self._shared.partial_sums()
+        partial_sums = self._shared.partial_sums()
         means = means_of([*partial_sums.values()])
         partial = storage.partial(step)
         problem = f"the checkpoint of step {step} could not be written to {self._directory}:"
@@ -385,8 +384,16 @@ class JobCheckpoint:
                 interval = self._memory_interval
                 copier = copier_of(self._world, self._storage, is_demanded=interval is not None)
                 if copier is not None:
-                    copied = Copied(self._shared, self._own_state, self._keep, self._manifest)
-                    self._copies = JobCopies(self._world, self._storage, copier, copied, interval)
+                    self._copies = JobCopies(
+                        self._world,
+                        self._storage,
+                        copier,
+                        interval,
+                        self._shared,
+                        self._own_state,
+                        self._keep,
+                        self._manifest,
+                    )
             self._named = {folder.readable_latest(self._directory)}
             names = self._warned
             self._warned = []
@@ -459,7 +466,7 @@ class JobCheckpoint:
         written = folder.sync_files(partial, prefix)
         if storage.is_keeper:
             with with_values([*partial_sums.values()], means):
-                self._shared.write(partial / folder.SHARED)
+                self._shared.checkpoint().write(str(partial / folder.SHARED))
             written |= folder.sync_files(partial, folder.SHARED)
         return written
 

@@ -9,46 +9,32 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Callable, NamedTuple
+from typing import Any, Callable
 
-import tensorflow as tf
-
-from npu_device._src import environment
+from npu_device._src import compat, environment
 from npu_device._src.training.checkpoint import folder
 from npu_device._src.training.checkpoint.copies_to_disk import FILE, to_files
 from npu_device._src.training.checkpoint.folder import CheckpointError
-from npu_device._src.training.checkpoint.memory_copies import (
-    Copier,
-    bytes_of_all,
-    bytes_of_rank,
-    tensors_of,
-)
+from npu_device._src.training.checkpoint.memory_copies import Copier, tensors_of
 from npu_device._src.training.checkpoint.preemption import Preemption
 from npu_device._src.training.checkpoint.progress import note_progress
-from npu_device._src.training.checkpoint.selection import Storage, gather
+from npu_device._src.training.checkpoint.selection import Storage, gather, on_all_ranks
 from npu_device._src.training.checkpoint.states import RankState, SharedState, variables_of
+from npu_device._src.training.sharding.shares import bytes_of
 from npu_device._src.world.world import World
 
 _log = logging.getLogger("npu_device")
 _ON_DISK = "the state of step %d is written to the disk, and not kept in memory for the ranks that go on: %s"
 _NO_ROOM = "it needs more memory than a host or container has"
 _NO_OWN_FILES = (
-    "step %d isn't copied to memory: ranks can't write their own state to a temporary file:\n%s\n"
+    "step %d isn't copied to memory: ranks can't write their own state to a temporary file:"
+)
+_OTHERS_GO_ON = (
     "Training goes on; checkpoints on the disk continue.\n"
     "What to do: make room for temporary files, or set TMPDIR to a directory that has some; leave out of per_rank what "
     "TensorFlow can't save."
 )
 _NO_COPY = "a copy isn't ready or has failed, or gradients have been added up since the last update"
-
-
-class Copied(NamedTuple):
-    """What a ``JobCheckpoint`` lets be copied."""
-
-    shared: SharedState
-    own_state: RankState
-    keep: int
-    # A function of notes and the paths of variables that returns the manifest of a checkpoint.
-    manifest: Callable[[Any, list[str]], dict[str, Any]]
 
 
 @dataclass(eq=False)
@@ -58,8 +44,12 @@ class JobCopies:
     _world: World | None
     _disk: Storage
     _copier: Copier
-    _copied: Copied
     _interval: int | None  # steps between copies; None for one at the end only
+    _shared: SharedState
+    _own_state: RankState
+    _keep: int
+    # A function of notes and the paths of variables that returns the manifest of a checkpoint.
+    _manifest: Callable[[Any, list[str]], dict[str, Any]]
 
     _newest_step = 0  # step of the newest copy that these ranks have made
     _has_reserved = False
@@ -77,8 +67,12 @@ class JobCopies:
         if self._interval is None or self._has_reserved:
             return
         self._has_reserved = True
-        variables = list(self._copied.shared.variables().values())
-        size = bytes_of_rank(variables, is_first=bool(self._copier.readable))
+        is_first = bool(self._copier.readable)
+        size = 0
+        for variable in self._shared.variables().values():
+            # The owner alone has memory for a slot of a divided optimizer.
+            if compat.has_memory(variable) and (is_first or compat.is_apart(variable)):
+                size += bytes_of(variable)
         self._copier.require_memory(size, self._interval)
 
     def free(self) -> None:
@@ -95,8 +89,8 @@ class JobCopies:
     def copy_last_step(self, step: int, notes: dict[str, Any], preemption: Preemption) -> bool:
         """Copy the last step for ranks that go on with other nodes; return False if it has to be saved on the disk."""
         copier = self._copier
-        variables = self._copied.shared.variables()
-        has_room = copier.has_room(bytes_of_all(list(variables.values())))
+        variables = self._shared.variables()
+        has_room = copier.has_room(sum(map(bytes_of, variables.values())))
         answers = gather(self._world, (preemption.takes_nodes, preemption.is_signalled, has_room))
         loses_node_0 = any(answers[rank][1] for rank in copier.ranks_of_node_0)
         # When node 0 goes, no rank goes on until it is back.
@@ -116,61 +110,49 @@ class JobCopies:
     def _copy(self, step: int, notes: dict[str, Any], is_last: bool = False) -> bool:
         """Begin a copy of this step; return False if a rank is still busy, or can't write its own state."""
         # Between two updates, what one process has would take a reduction: the copy comes after the next update.
-        is_ready = not (self._copier.is_busy or self._copied.shared.partial_sums())
+        is_ready = not (self._copier.is_busy or self._shared.partial_sums())
         reports = gather(self._world, (step, is_ready))
         is_one_step = len({rank_step for rank_step, _ in reports}) == 1
         if not is_one_step or not all(rank_is_ready for _, rank_is_ready in reports):
             return False
-        own_state = self._copied.own_state
-        own_state.collect()
-        rank_files = {}
-        problem = None
+        rank_files: dict[str, bytes] = {}
+
+        def write_own_files() -> None:
+            rank_files.update(self._own_state.files(folder.own_prefix(self._disk.rank)))
+
+        self._own_state.collect()
         try:
-            rank_files = own_state.files(folder.own_prefix(self._disk.rank))
-        except (OSError, tf.errors.OpError) as error:
-            problem = str(error)
-        problems = {}
-        for rank, rank_problem in enumerate(gather(self._world, problem)):
-            if rank_problem is not None:
-                problems[rank] = rank_problem
-        if problems:
-            self._warn(step, problems)
+            on_all_ranks(self._world, write_own_files, _NO_OWN_FILES % step)
+        except CheckpointError as error:
+            if self._disk.rank == 0 and not self._has_warned:
+                _log.warning("%s\n%s", error, _OTHERS_GO_ON)
+            self._has_warned = True
+            return False
         else:
             self._begin(step, notes, is_last, rank_files)
             self._newest_step = step
-        own_state.drop_arrays()
-        return not problems
-
-    def _warn(self, step: int, problems: Mapping[int, str]) -> None:
-        """Warn once that ranks can't write their own state, which is part of a copy."""
-        if self._disk.rank == 0 and not self._has_warned:
-            texts = list(problems.values())
-            if self._world is not None:
-                texts = self._world.job.cluster.lines(problems)
-            _log.warning(_NO_OWN_FILES, step, "\n".join(texts))
-        self._has_warned = True
+            return True
+        finally:
+            self._own_state.drop_arrays()
 
     def _begin(
         self, step: int, notes: dict[str, Any], is_last: bool, rank_files: Mapping[str, bytes]
     ) -> None:
-        checkpoint = self._copied.shared.checkpoint()
+        checkpoint = self._shared.checkpoint()
         variables = variables_of(checkpoint)
         paths = {id(variable): path for path, variable in variables.items()}
         rank = self._disk.rank
         header = {
             "step": step,
             "directory": str(self._disk.directory),
-            "keep": self._copied.keep,
+            "keep": self._keep,
             "rank": rank,
             "is_last": is_last,
             # After a restart, the same step may have other bits, and isn't part of the same copy.
             "attempt": environment.NPU_DEVICE_RESTART_COUNT.get(),
-            "manifest": self._copied.manifest(notes, list(variables)),
+            "manifest": self._manifest(notes, list(variables)),
         }
-        rank_of_last_copy = None
-        if is_last:
-            rank_of_last_copy = rank
-        copied = tensors_of(checkpoint, paths, rank_of_last_copy)
+        copied = tensors_of(checkpoint, paths, rank, is_last)
         for name, content in rank_files.items():
             copied.append(({"kind": FILE, "name": name, "slice": ""}, content))
         self._copier.copy(header, copied)

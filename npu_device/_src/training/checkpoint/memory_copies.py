@@ -271,29 +271,28 @@ def copier_of(world: World | None, storage: Storage, is_demanded: bool) -> Copie
     return None
 
 
-def tensors_of(
-    checkpoint: Any, paths: dict[int, str], rank_of_last_copy: int | None = None
-) -> list[Content]:
+def tensors_of(checkpoint: Any, paths: dict[int, str], rank: int, is_last: bool) -> list[Content]:
     """Return what this rank has of a ``tf.train.Checkpoint``, given the paths of variables by their ids.
 
     In the last copy of a rank, divided slots are shared tensors of rank 0, and of no other rank.
     """
+    is_whole = is_last and rank == 0
     tensors = []
-    for saved in compat.tensors_of_checkpoint(checkpoint, is_whole=rank_of_last_copy == 0):
+    for owner, key, slice_spec, tensor in compat.tensors_of_checkpoint(checkpoint, is_whole):
         # Until the first step of a divided optimizer, all ranks have its slots.
-        is_owned = compat.is_apart(saved.owner) and rank_of_last_copy != 0
-        if is_owned and rank_of_last_copy is not None:
+        is_owned = compat.is_apart(owner) and not is_whole
+        if is_owned and is_last:
             continue
         record = {
             "kind": OWNED if is_owned else SHARED,
-            "name": saved.key,
-            "slice": saved.slice_spec,
+            "name": key,
+            "slice": slice_spec,
             # By the path of a variable, each rank's own values are read.
-            "path": paths.get(id(saved.owner)),
-            "dtype": saved.tensor.dtype.name,
-            "shape": saved.tensor.shape.as_list(),
+            "path": paths.get(id(owner)),
+            "dtype": tensor.dtype.name,
+            "shape": tensor.shape.as_list(),
         }
-        tensors.append((record, saved.tensor))
+        tensors.append((record, tensor))
     return tensors
 
 
@@ -303,31 +302,4 @@ def _bytes_of(tensor: tf.Tensor | bytes) -> memoryview:
     # Numpy has no array of strings without a copy; there is one of them, the graph of objects.
     if tensor.dtype == tf.string:
         return memoryview(tf.io.serialize_tensor(tensor).numpy())
-    array = np.ascontiguousarray(compat.to_array(tensor))
-    flat = array.reshape(-1)
-    return flat.view(np.uint8).data
-
-
-def bytes_of_rank(variables: Sequence, is_first: bool) -> int:
-    """Return how many bytes a rank copies of the shared variables, before any of them differ."""
-    copied = []
-    for variable in variables:
-        # The owner alone has memory for a slot of a divided optimizer.
-        is_copied = is_first
-        if compat.is_apart(variable):
-            is_copied = compat.has_memory(variable)
-        if is_copied:
-            copied.append(variable)
-    return bytes_of_all(copied)
-
-
-def bytes_of_all(variables: Sequence) -> int:
-    """Return the size of variables."""
-    size = 0
-    for variable in variables:
-        shape = tf.TensorShape(variable.shape)
-        # A table of strings, for instance, may grow.
-        if not shape.is_fully_defined():
-            shape = tf.convert_to_tensor(variable).shape
-        size += shape.num_elements() * tf.as_dtype(variable.dtype).size
-    return size
+    return compat.bytes_of_tensor(tensor)

@@ -245,11 +245,10 @@ def read(span: Span) -> memoryview | None:
     """Return the bytes of a record; None if they have changed since its header was read."""
     content = memoryview(bytearray(span.record["bytes"]))
     start = 0
-    while start < len(content):
-        piece = content[start : start + _CHUNK]
-        count = os.preadv(span.slot.descriptor, [piece], span.position + start)
-        if not count:
-            return None
+    # Nothing is read at the end of the record, or of a slot that has become shorter.
+    while count := os.preadv(
+        span.slot.descriptor, [content[start : start + _CHUNK]], span.position + start
+    ):
         start += count
     if zlib.crc32(content) != span.record["crc"]:
         return None

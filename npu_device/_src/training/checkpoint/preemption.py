@@ -30,6 +30,7 @@ from npu_device._src.world.world import World
 STEP_QUESTION = "preemption step"
 STOP_QUESTION = "preemption stop"
 _NEVER = -1
+_NO_STEP = sys.maxsize  # no rank comes to it
 
 _log = logging.getLogger("npu_device")
 _names = itertools.count()
@@ -46,8 +47,6 @@ class Preemption:
         limit: float,
         requests: JoinRequests | None = None,
     ) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            raise ValueError("only the main thread handles signals")
         self._world = world
         self._signal = stop_signal
         self._requests = requests
@@ -56,13 +55,12 @@ class Preemption:
         self.name = next(_names)  # the same on all ranks, since they make the same calls
         self._changed = threading.Condition()
         self._steps = 0
-        self._holds_at: int | None = None
+        self._holds_at = _NO_STEP
         # Ranks that have asked for a step and not yet told which one it is.
         self._asking = set[str]()
         self._last_step: int | None = None
-        self._deadline: float | None = None
+        self._signalled_at: float | None = None
         self._code = 128 + stop_signal
-        self._is_closed = False
         self._pid = os.getpid()
         global _current
         if _current is not None:
@@ -87,18 +85,14 @@ class Preemption:
     def count_step(self) -> bool:
         """Count a step; return True if all ranks stop after it. Every rank has to call it once after each step.
 
-        Waits while a rank asks at which step all can stop.
+        Waits while a rank has asked at which step all can stop, and hasn't told yet.
         """
         with self._changed:
             self._steps += 1
-            while self._last_step is None and self._is_held():
+            while self._last_step is None and self._steps >= self._holds_at:
                 if not self._changed.wait(self._limit):
-                    self._holds_at = None  # the rank that asked is gone
+                    self._holds_at = _NO_STEP  # the rank that asked is gone
             return self._steps == self._last_step
-
-    def _is_held(self) -> bool:
-        """Return whether a rank has asked at which step all can stop, and hasn't told yet."""
-        return self._holds_at is not None and self._steps >= self._holds_at
 
     @property
     def takes_nodes(self) -> bool:
@@ -108,7 +102,7 @@ class Preemption:
     @property
     def is_signalled(self) -> bool:
         """Return whether this rank itself was sent the signal, so that its node goes."""
-        return self._deadline is not None
+        return self._signalled_at is not None
 
     def note_saved(self) -> None:
         """Record that the last checkpoint is complete: from now on, the process can only end as resumable."""
@@ -121,12 +115,11 @@ class Preemption:
 
     def close(self) -> None:
         """Restore the handler of the signal, which is possible in the main thread only; the limit no longer applies."""
-        if self._is_closed:
-            return
         global _current
-        self._is_closed = True
-        if _current is self:
-            _current = None
+        # Another one has closed it.
+        if _current is not self:
+            return
+        _current = None
         with contextlib.suppress(ValueError):
             signal.set_wakeup_fd(self._previous_descriptor)
             if self._code == RESUMABLE:
@@ -146,14 +139,14 @@ class Preemption:
     def _answer_step(self, body: Any) -> int:
         name, asker = body
         with self._changed:
-            if name != self.name or self._is_closed:
+            if name != self.name or _current is not self:
                 return _NEVER
             if self._last_step is not None:
                 # All ranks that ask have to find the same step.
                 return self._last_step
             self._asking.add(asker)
             # The first answer counts for all ranks that ask later: this rank has promised to wait at that step.
-            self._holds_at = self._holds_at or self._steps + 1
+            self._holds_at = min(self._holds_at, self._steps + 1)
             return self._holds_at
 
     def _answer_stop(self, body: Any) -> bool:
@@ -164,22 +157,22 @@ class Preemption:
                 if last_step != _NEVER:
                     self._last_step = last_step
                 if self._last_step is not None or not self._asking:
-                    self._holds_at = None
+                    self._holds_at = _NO_STEP
                 self._changed.notify_all()
         return True
 
     # After the signal, in a thread of its own
 
     def _watch(self) -> None:
-        signalled_at: float | None = None
         poll = select.poll()  # select.select takes no descriptor above 1023
         poll.register(self._reader, select.POLLIN)
         if self._requests is not None:
             poll.register(self._requests.descriptor, select.POLLIN)
         while True:
             timeout = None
-            if self._deadline is not None:
-                timeout = 1000 * max(0.0, self._deadline - time.monotonic())
+            if self._signalled_at is not None:
+                deadline = self._signalled_at + self._limit
+                timeout = 1000 * max(0.0, deadline - time.monotonic())
             ready = [descriptor for descriptor, _ in poll.poll(timeout)]
             if not ready:
                 # The process doesn't go on after this: ``_end`` leaves it.
@@ -198,11 +191,10 @@ class Preemption:
                     os.write(self._previous_descriptor, signal_numbers)
             if self._signal not in signal_numbers:
                 continue
-            if signalled_at is None:
-                signalled_at = time.monotonic()
-                self._deadline = signalled_at + self._limit
+            if self._signalled_at is None:
+                self._signalled_at = time.monotonic()
                 self._begin()
-            elif time.monotonic() - signalled_at > SAME_PREEMPTION_SECONDS:
+            elif time.monotonic() - self._signalled_at > SAME_PREEMPTION_SECONDS:
                 self._end("a second signal has come")
 
     def _close_readers(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
@@ -245,16 +246,15 @@ def send_files(world: World, folder: Path, names: list[str], root: int, receives
     if receives:
         folder.mkdir(parents=True, exist_ok=True)
     for name in names:
-        with contextlib.ExitStack() as stack:
-            source = None
-            target = None
-            if world.rank == root:
-                source = stack.enter_context((folder / name).open("rb"))
-            if receives:
-                target = stack.enter_context((folder / name).open("wb"))
-            while piece := world.object_from_root(source.read(_PIECE) if source else b"", root):
-                if target:
-                    target.write(piece)
+        source_path = Path(os.devnull)
+        target_path = Path(os.devnull)
+        if world.rank == root:
+            source_path = folder / name
+        if receives:
+            target_path = folder / name
+        with source_path.open("rb") as source, target_path.open("wb") as target:
+            while piece := world.object_from_root(source.read(_PIECE), root):
+                target.write(piece)
 
 
 def complete(

@@ -71,9 +71,6 @@ class SharedState:
             digests[path] = (str(tf.TensorShape(variable.shape)), value_digest)
         return digests
 
-    def write(self, prefix: Path) -> None:
-        self.checkpoint().write(str(prefix))
-
     def partial_sums(self) -> dict[str, Any]:
         """Return the variables in which each rank has added up gradients since the last update, by path."""
         variables = self.variables()

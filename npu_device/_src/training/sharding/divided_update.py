@@ -73,17 +73,21 @@ class DividedUpdate:
             owners.append(owner)
         return owners
 
-    def add_slot(self, slot: Any, variable: Any, initializer: Any) -> None:
+    def add_slot(self, slot: Any, variable: Any, initial_value: Any) -> None:
         """Note a slot of a variable if the optimizer is being built; unless this rank owns it, free its memory."""
         owner = self.owner_of(variable)
         if not self._is_building or owner is None:
             return
         self._note(slot, owner)
-        # tf-keras's averages begin with the weights.
-        if initializer is variable:
-            getattr(slot, compat.SHARE).weight = variable
-        if owner != self._world.rank:
-            compat.free_until_first_step(slot, initializer)
+        is_remote = owner != self._world.rank
+        if is_remote:
+            compat.watch_reads(slot)
+        # tf-keras's averages begin with the weights of this rank, and need no memory of their own: TensorFlow copies
+        # what is assigned only when an update changes it.
+        if initial_value is variable:
+            compat.share_of(slot).weight = variable
+        elif is_remote:
+            compat.free_until_first_step(slot)
 
     def _note(self, slot: Any, owner: int) -> None:
         self._slots.add(slot, self._world.group.ranks[owner])
@@ -146,7 +150,7 @@ class DividedUpdate:
         """Return the size of the slots that this rank holds, and of all slots."""
         rank = self._world.job.cluster.rank
         slots = self._slots.variables
-        owned = [slot for slot in slots if getattr(slot, compat.SHARE).owner == rank]
+        owned = [slot for slot in slots if compat.share_of(slot).owner == rank]
         return sum(map(bytes_of, owned)), sum(map(bytes_of, slots))
 
     def prepare(self, optimizer: Any, variables: Sequence) -> None:
@@ -173,7 +177,7 @@ class DividedUpdate:
         self._is_apart = True
         self._slots.begin()
         for slot in self._slots.variables:
-            share = getattr(slot, compat.SHARE)
+            share = compat.share_of(slot)
             share.is_apart = True
             if share.owner == self._world.job.cluster.rank:
                 compat.make_own(slot)
@@ -196,7 +200,8 @@ class DividedUpdate:
 
         Args:
             apply: the method of the optimizer's class, given gradients and variables.
-            reduce: returns the reduced gradients that this rank owns, and None or anything for the others.
+            reduce: returns the reduced gradients that this rank owns, None where there is none, and None or anything
+                for the others.
             is_update: whether this step changes variables; else it accumulates gradients. None if all steps do.
         """
         ranks = self.owners(variables)
@@ -206,10 +211,7 @@ class DividedUpdate:
             return apply(gradients, variables)
         reduced = reduce(ranks)
         counted = [index for index in with_gradient if not compat.is_overwritten(variables[index])]
-        self._counted = []
-        for index in counted:
-            gradient = dense_of(gradients[index])
-            self._counted.append((ranks[index], gradient.dtype))
+        self._counted = [(ranks[index], dense_of(gradients[index]).dtype) for index in counted]
         share = [index for index in with_gradient if ranks[index] == self._world.rank]
         changed = self._changed(variables, with_gradient)
         # Each step applies constraints, which may change bits every time, and sets variables by their gradients.
@@ -219,20 +221,16 @@ class DividedUpdate:
             self._send_before_averages = partial(self._count_and_send, changed, earlier, is_update)
         arrived = [dense_of(reduced[index]) for index in share]
         arrived += self._joined([ranks[index] for index in with_gradient], is_update)
-        with tf.control_dependencies(self._slots.settle(arrived, is_update)), self._slots.update():
+        settled = self._slots.settle(arrived, is_update)
+        with tf.control_dependencies(settled), self._slots.updating.on():
             # What belongs to no variable changes on each rank, as Nadam's product of momenta does.
             if counted and not set(counted).intersection(share):
                 compat.update_without_gradients(self.optimizer)
             if share:
                 # Keras warns of variables without a gradient, on each rank.
-                without_gradient = set(range(len(variables))) - set(with_gradient)
+                without_gradient = set(range(len(variables))).difference(with_gradient)
                 applied_indices = sorted(without_gradient.union(share))
-                own_gradients = []
-                for index in applied_indices:
-                    gradient = None
-                    if index not in without_gradient:
-                        gradient = reduced[index]
-                    own_gradients.append(gradient)
+                own_gradients = [reduced[index] for index in applied_indices]
                 applied = apply(own_gradients, [variables[index] for index in applied_indices])
             else:
                 applied = compat.count_update(self.optimizer)
@@ -306,40 +304,35 @@ class DividedUpdate:
             spread_from_owners(self._world, inner, owners)
         return tf.constant(True)
 
-    def _from_owners(
-        self, owned: Iterable[tf.Tensor], specs: Sequence[tf.TensorSpec], owners: Sequence[int]
-    ) -> list[tf.Tensor]:
-        """Return tensors of all ranks, given those of this one in order."""
-        remaining = iter(owned)
-        rank = self._world.rank
-        sent = []
-        for spec, owner in zip(specs, owners):
-            tensor = spec
-            if owner == rank:
-                tensor = next(remaining)
-            sent.append(tensor)
-        return broadcast_from_owners(self._world.job, sent, owners, self._world.group)
-
     def clip_by_global_norm(self, gradients: Sequence) -> list:
         """Clip the gradients that this rank owns by the norm of those of all ranks."""
-        owned = [compat.squared_norm(self.optimizer, gradient) for gradient in gradients]
+        owned = iter(gradients)
+        sent = []
+        for owner, dtype in self._counted:
+            norm = tf.TensorSpec([], dtype)
+            if owner == self._world.rank:
+                norm = compat.squared_norm(self.optimizer, next(owned))
+            sent.append(norm)
         owners = [owner for owner, _ in self._counted]
-        specs = [tf.TensorSpec([], dtype) for _, dtype in self._counted]
-        norms = self._from_owners(owned, specs, owners)
+        norms = broadcast_from_owners(self._world.job, sent, owners, self._world.group)
         return compat.clipped_by_global_norm(self.optimizer, gradients, norms)
 
-    def with_own_averages(self, method: Callable[[list], Any]) -> None:
+    def with_own_averages(self, method: Callable[[list], Any], variables: Sequence) -> None:
         """Call a method on the variables that this rank owns, with their moving averages; outside an update, send the
         values that it gives them.
         """
+        # Keras 3 finds averages by their positions among those of all variables.
+        if compat.of_keras_3(self.optimizer):
+            variables = self._trained
         owned = []
-        for index, variable in enumerate(self._trained):
-            if self.owner_of(variable) == self._world.rank:
+        for index, variable in enumerate(variables):
+            # tf-keras refuses variables that it doesn't know.
+            if self.owner_of(variable) in (self._world.rank, None):
                 owned.append(index)
-        compat.with_averages(self.optimizer, self._trained, owned, method)
+        compat.with_averages(self.optimizer, variables, owned, method)
         # In an update, which sends all new values at its end, this sends nothing.
-        if not self._slots.is_updating:
-            self._spread(self._trained)
+        if not self._slots.updating.is_on:
+            self._spread(variables)
 
     def with_all_averages(self, method: Callable[[], Any]) -> None:
         """Call a method that changes the averages of all variables on each rank, or the variables by them."""
@@ -349,36 +342,29 @@ class DividedUpdate:
             send()
         method()
 
-    def overwrite(self, method: Callable[[list], Any], variables: Sequence) -> None:
-        """Give some variables their averages by a method of tf-keras, on the ranks that own them; outside an update,
-        send the values.
-        """
-        rank = self._world.rank
-        # tf-keras refuses variables that it doesn't know.
-        method([variable for variable in variables if self.owner_of(variable) in (rank, None)])
-        if not self._slots.is_updating:
-            self._spread(variables)
-
     def _lend_averages(self, averages: Sequence) -> Iterator[Any]:
         """Yield a variable for each average: on its owner the average itself, on the others one of the same value. What
         is done with it must be the same on all ranks.
         """
-        with self._slots.swap():
+        try:
             for variable, average in zip(self._trained, averages):
                 if average is None:
                     yield None
                     continue
                 # One after the other: a rank may have no memory for all.
                 owner = self._owners[_key(variable)]
-                owned = []
-                if owner == self._world.rank:
-                    owned.append(compat.inner_variable(average).read_value())
-                spec = tf.TensorSpec(average.shape, average.dtype)
-                [value] = self._from_owners(owned, [spec], [owner])
-                if owned:
+                is_owned = owner == self._world.rank
+                sent = tf.TensorSpec(average.shape, average.dtype)
+                if is_owned:
+                    sent = compat.inner_variable(average).read_value()
+                [value] = broadcast_from_owners(self._world.job, [sent], [owner], self._world.group)
+                if is_owned:
                     yield compat.inner_variable(average)
                 else:
                     yield tf.Variable(value)
+        finally:
+            # What has changed slots on all ranks counts as an update.
+            self._slots.count_update()
 
 
 def _changes_in_each_step(variable: Any) -> bool:

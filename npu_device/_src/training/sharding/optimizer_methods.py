@@ -2,145 +2,93 @@
 
 from __future__ import annotations
 
+import inspect
 from functools import partial
 from types import MethodType
 from typing import Any, Callable
 
-import tensorflow as tf
-
 from npu_device._src import compat
+from npu_device._src.training.sharding.divided_update import DividedUpdate
 from npu_device._src.training.watching.schedule import only_building
 from npu_device._src.training.watching.wrapped_optimizers import reducer_of
-
-# Otherwise AutoGraph would rewrite the methods below when an optimizer is called in a tf.function.
-_as_it_is = tf.autograph.experimental.do_not_convert
 
 
 def install_methods(optimizer: Any) -> None:
     """Replace the methods of an optimizer by those that ask its ``DividedUpdate``."""
-    methods = _KERAS_3
-    if not compat.of_keras_3(optimizer):
-        methods = _TF_KERAS
-    for name, method in methods.items():
-        setattr(optimizer, name, MethodType(method, optimizer))
+    for name, divided in _METHODS.items():
+        setattr(optimizer, name, MethodType(_method_of_update(name, divided), optimizer))
 
 
-def _update_of(optimizer: Any) -> Any:
-    # A deep copy of the instance has its own reducer, which divides nothing.
-    return getattr(reducer_of(optimizer), "divided_update", None)
+def _method_of_update(name: str, divided: Callable) -> Callable:
+    """Return a method that calls a function below with the divided update, and the method of the optimizer's class."""
+
+    # Otherwise AutoGraph would rewrite it when an optimizer is called in a tf.function.
+    @compat.do_not_convert
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        by_class = partial(getattr(type(self), name), self)
+        # A deep copy of the instance has its own reducer, which divides nothing.
+        update = getattr(reducer_of(self), "divided_update", None)
+        if update is None:
+            return by_class(*args, **kwargs)
+        return divided(update, by_class, *args, **kwargs)
+
+    return method
 
 
-@_as_it_is
-def _build(self: Any, variables: Any) -> None:
-    update = _update_of(self)
-    if update is None or self.built:
-        type(self).build(self, variables)
-        return
-    reason = update.build(partial(type(self).build, self), variables)
-    if reason:
-        reducer_of(self).stop_dividing_updates(reason)
-
-
-@_as_it_is
-def _add_variable_from_reference(
-    self: Any, reference_variable: Any, *args: Any, **kwargs: Any
-) -> Any:
-    add = type(self).add_variable_from_reference
-    slot = add(self, reference_variable, *args, **kwargs)
-    update = _update_of(self)
-    if update is not None:
-        arguments = dict(zip(("name", "initializer"), args), **kwargs)
-        undivided = [compat.ACCUMULATOR]
-        if update.averages_are_whole:
-            undivided.append(compat.AVERAGE)
-        if arguments.get("name") not in undivided:
-            initializer = arguments.get("initializer", "zeros")
-            update.add_slot(slot, reference_variable, initializer)
-    return slot
-
-
-@_as_it_is
-def _clip_gradients(self: Any, grads: Any) -> Any:
-    update = _update_of(self)
-    # A rank without a share has none, of which Keras has no norm.
-    if update is not None and only_building.is_on and not grads:
-        return []
-    if update is None or only_building.is_on or not compat.clips_by_global_norm(self):
-        return type(self)._clip_gradients(self, grads)
-    return update.clip_by_global_norm(grads)
-
-
-@_as_it_is
-def _update_averages(self: Any, trainable_variables: Any) -> None:
-    update = _update_of(self)
-    method = getattr(type(self), compat.UPDATE_AVERAGES)
-    if update is None:
-        method(self, trainable_variables)
-    elif update.averages_are_whole:
-        update.with_all_averages(partial(method, self, trainable_variables))
-    elif self.use_ema:
-        update.with_own_averages(partial(method, self))
-
-
-@_as_it_is
-def _overwrite_with_averages(self: Any, trainable_variables: Any) -> None:
-    update = _update_of(self)
-    method = getattr(type(self), compat.OVERWRITE_WITH_AVERAGES)
-    if update is None or update.averages_are_whole:
-        method(self, trainable_variables)
-    else:
-        update.with_own_averages(partial(method, self))
-
-
-@_as_it_is
-def _build_in_tf_keras(self: Any, var_list: Any) -> None:
-    update = _update_of(self)
+def _build(update: DividedUpdate, build: Callable, *args: Any, **kwargs: Any) -> None:
     # tf-keras builds in each step, which does nothing after the first time.
-    if update is None or update.is_planned:
-        type(self).build(self, var_list)
+    if update.is_planned:
+        build(*args, **kwargs)
         return
-    reason = update.build(partial(type(self).build, self), var_list)
+    # Each Keras has its own name for the argument.
+    [variables] = (*args, *kwargs.values())
+    reason = update.build(build, variables)
     if reason:
-        reducer_of(self).stop_dividing_updates(reason)
+        reducer_of(update.optimizer).stop_dividing_updates(reason)
 
 
-@_as_it_is
-def _add_variable_in_tf_keras(
-    self: Any,
-    model_variable: Any,
-    variable_name: Any,
-    shape: Any = None,
-    initial_value: Any = None,
+def _add_variable_from_reference(
+    update: DividedUpdate, add: Callable, *args: Any, **kwargs: Any
 ) -> Any:
-    add = type(self).add_variable_from_reference
-    slot = add(self, model_variable, variable_name, shape, initial_value)
-    update = _update_of(self)
-    if update is not None and compat.is_plain_variable(slot):
-        update.add_slot(slot, model_variable, initial_value)
+    slot = add(*args, **kwargs)
+    arguments = inspect.signature(add).bind(*args, **kwargs).arguments
+    undivided = [compat.ACCUMULATOR]
+    if update.averages_are_whole:
+        undivided.append(compat.AVERAGE)
+    # In tf-keras, the name has another name, and no slot is undivided.
+    if arguments.get("name") not in undivided and compat.is_plain_variable(slot):
+        variable = next(iter(arguments.values()))
+        update.add_slot(slot, variable, arguments.get("initial_value"))
     return slot
 
 
-@_as_it_is
-def _overwrite_in_tf_keras(self: Any, var_list: Any) -> None:
-    update = _update_of(self)
-    method = getattr(type(self), compat.OVERWRITE_WITH_AVERAGES)
-    if update is None or not update.is_planned:
-        method(self, var_list)
+def _clip_gradients(update: DividedUpdate, clip: Callable, gradients: Any) -> Any:
+    # A rank without a share has none, of which Keras has no norm.
+    if only_building.is_on and not gradients:
+        return []
+    if only_building.is_on or not compat.clips_by_global_norm(update.optimizer):
+        return clip(gradients)
+    return update.clip_by_global_norm(gradients)
+
+
+def _update_averages(update: DividedUpdate, method: Callable, variables: Any) -> None:
+    if update.averages_are_whole:
+        update.with_all_averages(partial(method, variables))
+    elif update.optimizer.use_ema:
+        update.with_own_averages(method, variables)
+
+
+def _overwrite_with_averages(update: DividedUpdate, method: Callable, variables: Any) -> None:
+    if update.averages_are_whole or not update.is_planned:
+        method(variables)
     else:
-        update.overwrite(partial(method, self), list(var_list))
+        update.with_own_averages(method, list(variables))
 
 
-_KERAS_3: dict[str, Callable] = {
+_METHODS: dict[str, Callable] = {
     "build": _build,
     "add_variable_from_reference": _add_variable_from_reference,
     "_clip_gradients": _clip_gradients,
     compat.UPDATE_AVERAGES: _update_averages,
     compat.OVERWRITE_WITH_AVERAGES: _overwrite_with_averages,
-}
-
-_TF_KERAS: dict[str, Callable] = {
-    "build": _build_in_tf_keras,
-    "add_variable_from_reference": _add_variable_in_tf_keras,
-    "_clip_gradients": _clip_gradients,
-    compat.OVERWRITE_WITH_AVERAGES: _overwrite_in_tf_keras,
 }

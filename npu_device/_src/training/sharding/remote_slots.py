@@ -9,7 +9,6 @@ same, or an own value.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 import weakref
@@ -27,6 +26,7 @@ from npu_device._src.cluster.time_limits import UPDATE_END_SECONDS, UPDATE_POLL_
 from npu_device._src.collectives.graph import call_now
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
+from npu_device._src.threads import ThreadSwitch
 from npu_device._src.training.sharding.shares import bytes_of
 from npu_device._src.training.watching.digests import digest_of
 from npu_device._src.training.watching.same_variables import assign_from_root
@@ -51,72 +51,70 @@ class Share:
     is_apart: bool = False
     weight: Any = None
 
-    def read(self, variable: Any) -> tf.Tensor:
+    @property
+    def _slot(self) -> Any:
+        return self._slots.variables[self._index]
+
+    def read(self) -> tf.Tensor:
         """Return the value of a slot that another rank holds, after the same number of updates as here."""
-        slot = self._text_of(variable)
         if not tf.executing_eagerly():
             raise RuntimeError(
-                f"{slot}is read in a function, where it can't be fetched.\nWhat to do: read it in eager mode, between "
+                f"{self}is read in a function, where it can't be fetched.\nWhat to do: read it in eager mode, between "
                 "two steps; or leave out shard_optimizer=True."
             )
         slots = self._slots
         key = slots.key_of(self._index)
         fetched = slots.exchange.bytes_on_request.fetch(self.owner, slots.keeper, key)
-        if fetched is None or len(fetched) != bytes_of(variable):
+        if fetched is None or len(fetched) != bytes_of(self._slot):
             raise RuntimeError(
-                f"{slot}can't be read now: that rank has made a different number of updates.\nWhat to do: read and "
+                f"{self}can't be read now: that rank has made a different number of updates.\nWhat to do: read and "
                 "save the state of the optimizer between two steps."
             )
-        return _from_bytes(fetched, variable)
+        return compat.tensor_of_bytes(fetched, self._slot.dtype, self._slot.shape)
 
-    def read_before_first_step(self, variable: Any, read: Callable[[], Any]) -> Any:
+    def read_before_first_step(self, read: Callable[[], Any]) -> Any:
         """Return what ``read`` does. A function in which it is read fails when it runs after the first step."""
         if tf.executing_eagerly():
             return read()
         message = (
-            f"{self._text_of(variable)}is read in a function that was traced before the first step, and has no "
+            f"{self}is read in a function that was traced before the first step, and has no "
             "value for it.\nWhat to do: read it in eager mode, between two steps; or leave out shard_optimizer=True."
         )
         are_apart = self._slots.are_apart.read_value()
         with tf.control_dependencies([tf.debugging.Assert(~are_apart, [message])]):
             return tf.identity(read())
 
-    def assign(self, variable: Any, new_value: Any) -> None:
+    def assign(self, new_value: Any) -> None:
         """Give a value to the owner of the slot."""
-        slot = self._text_of(variable)
         if not tf.executing_eagerly():
             raise RuntimeError(
-                f"{slot}is assigned a value in a function, where that can't be sent.\nWhat to do: assign it in eager "
+                f"{self}is assigned a value in a function, where that can't be sent.\nWhat to do: assign it in eager "
                 "mode, between two steps; or leave out shard_optimizer=True."
             )
         tensor = tf.convert_to_tensor(new_value)
-        content = _bytes_of(tf.cast(tensor, variable.dtype))
+        content = compat.bytes_of_tensor(tf.cast(tensor, self._slot.dtype))
         slots = self._slots
         key = slots.key_of(self._index)
         if not slots.exchange.bytes_on_request.give(self.owner, slots.keeper, key, content):
             raise RuntimeError(
-                f"{slot}can't be assigned a value now: that rank has no such slot.\nWhat to do: load the state of the "
+                f"{self}can't be assigned a value now: that rank has no such slot.\nWhat to do: load the state of the "
                 "optimizer before its first step, or between two steps; or leave out shard_optimizer=True."
             )
 
-    def _text_of(self, variable: Any) -> str:
+    def __str__(self) -> str:
         rank = self._slots.job.cluster.rank
-        path = compat.path_of(variable)
+        path = compat.path_of(self._slot)
         return f"rank {rank}: {path}, which only rank {self.owner} holds (shard_optimizer=True), "
 
     def note_assigned(self) -> None:
         """Note that the script of the owner has assigned the slot a value."""
         slots = self._slots
-        if tf.executing_eagerly() and not slots.is_updating:
+        if tf.executing_eagerly() and not slots.updating.is_on:
             slots.assigned_at[self._index] = slots.updates
 
     def settle(self, root_rank: int) -> None:
         """Take what a rank of the job has assigned to the slot, which all ranks get the values of."""
         self._slots.settle_slot(self._index, root_rank)
-
-
-def mark(variable: Any, share: Share) -> None:
-    vars(variable)[compat.SHARE] = share
 
 
 class OptimizerSlots:
@@ -125,7 +123,7 @@ class OptimizerSlots:
     def __init__(self, job: Job, group: Group) -> None:
         self.variables: list = []
         self.job = job
-        self.is_updating = False
+        self.updating = ThreadSwitch()  # on while an update changes slots, not the script
         self._lock = threading.Lock()
         self._incoming: dict[int, dict[int, bytearray]] = {}  # bytes by slot and by rank
         self.assigned_at: dict[int, int] = {}  # after how many updates the owner's script did
@@ -141,22 +139,13 @@ class OptimizerSlots:
         self._optimizer_id = -1
 
     def add(self, slot: Any, owner: int) -> None:
-        mark(slot, Share(self, len(self.variables), owner))
+        compat.mark(slot, Share(self, len(self.variables), owner))
         self.variables.append(slot)
 
     @property
     def updates(self) -> int:
         """Return how many divided updates this rank has made."""
         return int(self._updates.numpy())
-
-    @contextlib.contextmanager
-    def update(self) -> Iterator[None]:
-        """Let the block change slots by an update, not by the script."""
-        self.is_updating = True
-        try:
-            yield
-        finally:
-            self.is_updating = False
 
     def register(self, user: Any) -> None:
         """Get the id by which the ranks know this optimizer, at its first step; see ``SlotExchange.add``."""
@@ -176,14 +165,6 @@ class OptimizerSlots:
             count = tf.cast(is_update, tf.int64)
         self._updates.assign_add(count)
 
-    @contextlib.contextmanager
-    def swap(self) -> Iterator[None]:
-        """Let the block change slots on all ranks, which counts as an update."""
-        try:
-            yield
-        finally:
-            self.count_update()
-
     def wait_for_update(self, updates: int) -> bool:
         """Wait for the end of the current update; return whether this rank has made just so many updates then."""
         deadline = time.monotonic() + UPDATE_END_SECONDS
@@ -193,18 +174,23 @@ class OptimizerSlots:
             time.sleep(UPDATE_POLL_SECONDS)
         return updates == self.updates
 
+    def _held(self, index: int) -> Any:
+        """Return a slot that this rank holds; None for another one."""
+        # The index is from another rank, which may have built another model.
+        if 0 <= index < len(self.variables) and compat.has_memory(self.variables[index]):
+            return self.variables[index]
+        return None
+
     def own_bytes(self, index: int) -> Optional[memoryview]:
         """Return the value of a slot that this rank holds, or another one has assigned; None for another slot."""
-        if not 0 <= index < len(self.variables):
-            return None
-        variable = self.variables[index]
-        if not compat.has_memory(variable):
+        variable = self._held(index)
+        if variable is None:
             return None
         with self._lock:
             incoming = self._incoming.get(index)
             if incoming and self.assigned_at.get(index) != self.updates:
                 return memoryview(next(reversed(incoming.values())))
-        return _bytes_of(compat.inner_variable(variable).read_value())
+        return compat.bytes_of_tensor(compat.inner_variable(variable).read_value())
 
     def key_of(self, index: int) -> Key:
         """Return what the ranks name a slot by, after the current number of updates."""
@@ -212,11 +198,8 @@ class OptimizerSlots:
 
     def accept(self, rank: int, index: int, content: bytearray) -> bool:
         """Keep what another rank assigns to a slot of this one, until the next update."""
-        # The index is from another rank, which may have built another model.
-        if not 0 <= index < len(self.variables):
-            return False
-        variable = self.variables[index]
-        if not compat.has_memory(variable) or len(content) != bytes_of(variable):
+        variable = self._held(index)
+        if variable is None or len(content) != bytes_of(variable):
             return False
         with self._lock:
             incoming = self._incoming.setdefault(index, {})
@@ -280,20 +263,8 @@ class OptimizerSlots:
 
     def _assign(self, index: int, content: bytearray) -> None:
         variable = self.variables[index]
-        compat.set_slot(variable, _from_bytes(content, variable))
-
-
-def _bytes_of(tensor: tf.Tensor) -> memoryview:
-    array = np.ascontiguousarray(compat.to_array(tensor))
-    flat = array.reshape(-1)
-    return flat.view(np.uint8).data
-
-
-def _from_bytes(content: bytearray | memoryview, variable: Any) -> tf.Tensor:
-    dtype = tf.as_dtype(variable.dtype).as_numpy_dtype
-    flat = np.frombuffer(content, dtype)
-    shape = tuple(variable.shape)
-    return tf.constant(flat.reshape(shape))
+        tensor = compat.tensor_of_bytes(content, variable.dtype, variable.shape)
+        compat.set_slot(variable, tensor)
 
 
 class SlotExchange:
@@ -354,7 +325,7 @@ class SlotExchange:
         for optimizer_id, slots in self._slots.items():
             for index, variable in enumerate(slots.variables):
                 content = slots.own_bytes(index)
-                if content is not None and getattr(variable, compat.SHARE).is_apart:
+                if content is not None and compat.share_of(variable).is_apart:
                     yield slots.keeper, (optimizer_id, index, slots.updates), content
 
 
@@ -370,7 +341,7 @@ def assign_training_state(world: World, variables: Sequence, root_rank: int) -> 
     if world.rank == root_rank:
         for index in slots:
             slot = variables[index]
-            share = getattr(slot, compat.SHARE)
+            share = compat.share_of(slot)
             if share.weight is not None and digest_of(slot) == digest_of(share.weight):
                 averages.append(index)
             elif compat.has_memory(slot) and share.owner != root:
@@ -385,4 +356,4 @@ def assign_training_state(world: World, variables: Sequence, root_rank: int) -> 
     # owner has the average. Other ones would come from the root, or be of the weights that this rank has had before.
     for index in averages:
         slot = variables[index]
-        slot.assign(getattr(slot, compat.SHARE).weight)
+        slot.assign(compat.share_of(slot).weight)

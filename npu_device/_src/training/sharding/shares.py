@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,4 +22,8 @@ def owners_of(variables: Sequence, size: int) -> list[int]:
 
 def bytes_of(variable: Any) -> int:
     """Return the size of a variable."""
-    return math.prod(variable.shape) * tf.as_dtype(variable.dtype).size
+    shape = tf.TensorShape(variable.shape)
+    # A table of strings, for instance, may grow.
+    if not shape.is_fully_defined():
+        shape = tf.convert_to_tensor(variable).shape
+    return int(shape.num_elements() * tf.as_dtype(variable.dtype).size)

@@ -80,8 +80,7 @@ def assign_from_root(world: World, variables: Sequence, root_rank: int = 0) -> A
     """Set variables to the values of the root; return the operation in a graph for a session, else None. What only one
     rank holds gets what the root has assigned to it, if that has.
     """
-    slots_apart = filter(compat.is_apart, variables)
-    shares = [getattr(slot, compat.SHARE) for slot in slots_apart]
+    shares = list(map(compat.share_of, filter(compat.is_apart, variables)))
     variables = [variable for variable in variables if not compat.is_apart(variable)]
     variables = to_be_equal(world, variables)
     sent = world.from_root([value_of(variable) for variable in variables], root_rank)
