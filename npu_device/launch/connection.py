@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import os
 import shlex
 import socket
@@ -14,7 +13,7 @@ from collections.abc import Sequence
 from npu_device._src import environment
 from npu_device._src.cluster import handshake
 from npu_device._src.cluster.time_limits import HOST_NAME_SECONDS
-from npu_device._src.membership.interfaces import interface_of
+from npu_device._src.membership.interfaces import is_own
 from npu_device._src.threads import start_thread
 from npu_device.launch.arguments import LOOPBACK
 from npu_device.launch.events import Events, HostClosed, HostReported
@@ -33,20 +32,13 @@ def is_this_host(host: str) -> bool:
     # Only ssh may know the name.
     with contextlib.suppress(OSError):
         addresses = handshake.resolve(host, 0, HOST_NAME_SECONDS)
-        if any(_is_own(str(address[0])) for _, address in addresses):
+        if any(is_own(str(address[0])) for _, address in addresses):
             return True
     # A host may not know its full name.
     with contextlib.suppress(OSError):
         # Behind a router that translates addresses, the name leads to one that no interface has.
         return host.lower() == handshake.full_name_of_this_host(HOST_NAME_SECONDS).lower()
     return False
-
-
-def _is_own(address: str) -> bool:
-    return (
-        interface_of(address) is not None
-        or ipaddress.ip_address(address.partition("%")[0]).is_loopback
-    )
 
 
 def client(host: str) -> list[str]:

@@ -18,7 +18,7 @@ from npu_device._src.cluster.description import Membership
 from npu_device._src.cluster.rank_errors import ClusterError
 from npu_device._src.environment import Variable
 from npu_device._src.membership import launchers, parent_rank, rank_table, tf_config
-from npu_device._src.membership.interfaces import announced_address
+from npu_device._src.membership.interfaces import announced_address, is_own
 from npu_device._src.membership.launchers import Launched
 from npu_device._src.membership.rank_table import RankTable, TableDevice
 
@@ -303,7 +303,7 @@ def _without_table(size: int, device_id: int) -> Membership:
         )
     # Without CM_WORKER_IP, this rank is on the host of the chief if the chief's address is one of this host.
     if worker_ip is None:
-        on_chief_host = _is_local(chief_ip)
+        on_chief_host = is_own(chief_ip)
     else:
         on_chief_host = worker_ip == chief_ip
     is_chief = on_chief_host and device_id == environment.CM_CHIEF_DEVICE.get()
@@ -321,20 +321,6 @@ def _without_table(size: int, device_id: int) -> Membership:
         chief_hosts=(chief_ip,),
         chief_port=chief_port,
     )
-
-
-def _is_local(ip: str) -> bool:
-    """Return True if this host has the address: only then can a socket be bound to it."""
-    family = socket.AF_INET
-    if ":" in ip:
-        family = socket.AF_INET6
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            # Any port will do, since only an address of this host can be bound.
-            probe.bind((ip, 0))
-    except OSError:
-        return False
-    return True
 
 
 def _from_tf_config(size: int, device_id: int | None) -> Membership:
