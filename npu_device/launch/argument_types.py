@@ -65,13 +65,6 @@ def _seconds(text: str) -> float:
     return number
 
 
-def _minutes(text: str) -> float:
-    number = _seconds(text)
-    if not number:
-        raise ValueError(text)
-    return number
-
-
 def _job_id(text: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9_-]+", text):
         raise ValueError(text)
@@ -90,7 +83,7 @@ port = _of(forms.PORT)
 ranks = _of(Form(_ranks, f"{forms.COUNT.expected}, or {AUTO}"))
 nodes = _of(Form(_nodes, "a number of nodes, or MIN:MAX"))
 seconds = _of(Form(_seconds, "a number of seconds"))
-minutes = _of(Form(_minutes, "a number of minutes above 0"))
+minutes = _of(Form(forms.seconds(1e9).parse, "a number of minutes above 0"))
 job_id = _of(Form(_job_id, "letters, digits, '-' and '_'"))
 # Checked as the variable in which the ranks get the limit.
 preempt_seconds = _of(environment.NPU_DEVICE_PREEMPT_TIMEOUT.form)

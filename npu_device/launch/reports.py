@@ -8,7 +8,7 @@ import contextlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import IO, Callable
+from typing import IO, Any, Callable
 
 from npu_device.launch.output import Console, Pump
 
@@ -41,10 +41,11 @@ class Reporter:
     is_preempted: bool = False
     is_cause: bool = False  # a rank of this host has failed by itself
 
-    def tell(self, state: str, code: int = 0, count: int = 0, nodes: Sequence[int] = ()) -> None:
+    def tell(self, state: str, **fields: Any) -> None:
+        """Report a state, with fields of ``Report``."""
         self.is_preempted = self.is_preempted or state == PREEMPTED
         if self.name:
-            report = Report(state, code, count, nodes, self.is_cause)
+            report = Report(state, is_cause=self.is_cause, **fields)
             # The console keeps the line whole among the lines of the ranks.
             self.console.write(2, f"{self.name} {json.dumps(asdict(report))}\n".encode())
 

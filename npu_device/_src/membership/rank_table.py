@@ -102,16 +102,14 @@ def _read_servers(table: Fields) -> list[TableDevice]:
     devices = []
     server_ids: list[str] = []
     for server in servers:
-        server_id = server.text("server_id", "text of 1 to 64 characters", limit=64)
+        server_id = server.server_id()
         # Servers are told apart by this id: with one id twice, ranks of two servers would be taken for neighbours.
         if server_id in server_ids:
             twin = server_ids.index(server_id)
             raise server.wrong("server_id", f"another one: server_list[{twin}] has the same")
         server_ids.append(server_id)
-        host_ip = server.optional_text("host_ip")
         for fields in server.objects("device"):
-            rank = fields.whole_number("rank_id")
-            devices.append(_device(fields, rank, server_id, host_ip, None))
+            devices.append(_device(fields, server, fields.whole_number("rank_id"), None))
     return devices
 
 
@@ -138,24 +136,19 @@ def _read_groups(table: Fields) -> list[TableDevice]:
         else:
             rank = position
             pod = instance.text("pod_name", "the pod's name")
-        # The limit of 64 characters is Ascend's.
-        server_id = instance.text("server_id", "text of 1 to 64 characters", limit=64)
-        host_ip = instance.optional_text("host_ip")
-        devices.append(_device(fields, rank, server_id, host_ip, pod))
+        devices.append(_device(fields, instance, rank, pod))
     return devices
 
 
-def _device(
-    fields: Fields, rank: int, server_id: str, host_ip: str | None, pod: str | None
-) -> TableDevice:
+def _device(fields: Fields, server: Fields, rank: int, pod: str | None) -> TableDevice:
     host_port = None
     if fields.has("host_port"):
         host_port = fields.whole_number("host_port", "a port from 1 to 65535", 1, 65535)
     return TableDevice(
         rank=rank,
-        server_id=server_id,
+        server_id=server.server_id(),
         device_id=fields.whole_number("device_id"),
-        host_ip=host_ip,
+        host_ip=server.optional_text("host_ip"),
         device_ip=fields.optional_address("device_ip"),
         host_port=host_port,
         pod=pod,
@@ -262,7 +255,7 @@ class Fields:
             state = f"is {_excerpt(self.content[name])}"
         return fault(self.path, f"{self.location(name)} {state}; expected {expected}")
 
-    def text(self, name: str, expected: str, limit: int | None = None) -> str:
+    def text(self, name: str, expected: str) -> str:
         """Return a text that isn't empty. Numbers become text: many tables have numbers."""
         text = self.content.get(name)
         # Python takes true for an int, too.
@@ -270,9 +263,15 @@ class Fields:
             text = str(text)
         if not isinstance(text, str) or not text.strip():
             raise self.wrong(name, expected)
-        if limit is not None and len(text) > limit:
-            raise self.wrong(name, expected)
         return text.strip()
+
+    def server_id(self) -> str:
+        expected = "text of 1 to 64 characters"
+        server_id = self.text("server_id", expected)
+        # The limit is Ascend's.
+        if len(server_id) > 64:
+            raise self.wrong("server_id", expected)
+        return server_id
 
     def whole_number(
         self,

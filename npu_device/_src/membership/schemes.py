@@ -71,11 +71,9 @@ def _size_by_ascends_variables() -> int | None:
             f"both RANK_SIZE ({rank_size}) and CM_WORKER_SIZE ({worker_size}) are set: the first belongs to a rank "
             "table, the second to a job without one.\nWhat to do: unset the one whose scheme you don't use."
         )
-    if rank_size is not None:
-        # Either variable has the number of ranks; which scheme counts is decided later.
-        return rank_size
-    if worker_size is not None:
-        return worker_size
+    # Either variable has the number of ranks, 1 or more; which scheme counts is decided later.
+    if rank_size or worker_size:
+        return rank_size or worker_size
     if environment.RANK_TABLE_FILE.is_set():
         table = _load_table()
         if table.size > 1:
@@ -121,16 +119,12 @@ def membership_from_environment(device_id: int | None = None) -> Membership | No
         membership = _from_launcher(launched, device_id)
     else:
         membership = _from_tf_config(size, device_id)
-    described_rank = membership.rank
-    # Only RANK_ID can contradict this description.
-    if membership.scheme == "TF_CONFIG":
-        described_rank = environment.RANK_ID.get()
-    _require_agreement(size, described_rank)
+    rank = membership.rank
+    # A rank table has been read by RANK_ID, which otherwise may contradict the description.
+    if rank is not None and environment.RANK_ID.is_set() and not table.is_set():
+        rank = environment.RANK_ID.get()
+    _require_agreement(size, rank)
     if launched is not None:
-        rank = membership.rank
-        # Only RANK_ID can contradict this description.
-        if membership.scheme == launched.launcher:
-            rank = environment.RANK_ID.get()
         launchers.require_agreement(f"by {membership.scheme} and RANK_ID", size, rank, launched)
     candidate = None
     if not is_chosen:
