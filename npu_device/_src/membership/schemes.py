@@ -296,13 +296,10 @@ def _without_table(size: int, device_id: int) -> Membership:
             "What to do: give both in the family that the hosts use to reach each other."
         )
     # Without CM_WORKER_IP, this rank is on the host of the chief if the chief's address is one of this host.
-    if worker_ip is None:
-        on_chief_host = is_own(chief_ip)
-    else:
-        on_chief_host = worker_ip == chief_ip
+    on_chief_host = worker_ip == chief_ip or (worker_ip is None and is_own(chief_ip))
     is_chief = on_chief_host and device_id == environment.CM_CHIEF_DEVICE.get()
     host = worker_ip
-    if host is None and is_chief:
+    if is_chief:
         host = chief_ip
     return Membership(
         scheme="CM_*",

@@ -37,14 +37,14 @@ class Option:
         """Return the value with the type it was assigned with; None if unset."""
         return self._value
 
-    @property
-    def is_deprecated(self) -> bool:
-        """Return True if Ascend advises against the option."""
-        return self._rule.is_deprecated
-
     def assign(self, value: Any) -> None:
         """Check a value and keep it. Raises like ``checked`` of ``Rule``."""
-        self._value = self._rule.checked(value)
+        rule = self._rule
+        self._value = rule.checked(value)
+        if rule.is_deprecated:
+            _log.warning(
+                "option %r is deprecated and may be removed from Ascend's adapter", rule.path
+            )
 
     def __repr__(self) -> str:
         return f"<option {self._rule.path}: {self._value!r}>"
@@ -108,8 +108,6 @@ class OptionGroup:
                 f"{path!r} is a group of options and can't be assigned as a whole; assign to {names}"
             )
         option.assign(value)
-        if option.is_deprecated:
-            _log.warning("option %r is deprecated and may be removed from Ascend's adapter", path)
         if self._root._warns:
             self._root.__dict__["_warns"] = False
             _log.warning(
