@@ -180,8 +180,8 @@ def _options(namespace: argparse.Namespace) -> Options:
     namespace.command = ()
     if not namespace.check:
         namespace.command = _command(namespace.module, namespace.script)
-    if namespace.replicate and not namespace.check:
-        namespace.command = _replicating(namespace)
+        if namespace.replicate:
+            namespace.command = _replicating(namespace)
     namespace.hosts = tuple(host for host, _ in slots)
     namespace.fewest_nodes = fewest_nodes
     namespace.nnodes = nnodes

@@ -18,7 +18,7 @@ from npu_device._src.threads import start_thread
 from npu_device.launch.arguments import LOOPBACK
 from npu_device.launch.events import Events, HostClosed, HostReported
 from npu_device.launch.output import Console, Pump
-from npu_device.launch.reports import Report, ReportPump
+from npu_device.launch.reports import ReportPump
 
 SSH_FAILED = 255  # exit code of ssh
 
@@ -82,12 +82,14 @@ class Connection:
         self._input = self._process.stdin
         self._pumps = [
             Pump(self._process.stdout, console, 1),
-            ReportPump(self._process.stderr, console, name, self._report),
+            ReportPump(
+                self._process.stderr,
+                console,
+                name,
+                lambda report: events.put(HostReported(node, report)),
+            ),
         ]
         start_thread("npurun-host", self._wait)
-
-    def _report(self, report: Report) -> None:
-        self._events.put(HostReported(self._node, report))
 
     def _wait(self) -> None:
         code = self._process.wait()

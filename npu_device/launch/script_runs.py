@@ -32,7 +32,7 @@ _FOR_RANKS = {
     # Several processes share a GPU.
     "TF_FORCE_GPU_ALLOW_GROWTH": "true",
 }
-_NOT_OF_JOBS = ("NPU_DEVICE_", "TF_", "CUDA_", "NVIDIA_", "GRPC_", "MALLOC_")
+_NOT_OF_JOBS = ("NPU_DEVICE_", "TF_", "CUDA_", "NVIDIA_", "GRPC_", "MALLOC_", "no_")
 """How variables begin that don't describe a job, and so stay."""
 
 
@@ -126,12 +126,11 @@ def run(
 
 def _variables() -> dict[str, str]:
     """Return the environment without what describes a job: each run gets a job of its own."""
-    known_names = [variable.name for variable in environment.ALL]
-    names_of_jobs = {name for name in known_names if not name.startswith(_NOT_OF_JOBS)}
-    names_of_jobs |= {"TF_CONFIG", "NPU_DEVICE_HUB"}
-    variables = {"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ, **_FOR_RANKS}
-    # The C library reads it when the process starts of which the ranks are forks; in one process it changes little.
-    variables |= tunables_of_ranks()
-    for name in names_of_jobs:
-        variables.pop(name, None)
+    # The C library reads its tunables when the process starts of which the ranks are forks; in one process they change
+    # little.
+    variables = {"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ, **_FOR_RANKS, **tunables_of_ranks()}
+    for variable in environment.ALL:
+        name = variable.name
+        if name in ("TF_CONFIG", "NPU_DEVICE_HUB") or not name.startswith(_NOT_OF_JOBS):
+            variables.pop(name, None)
     return variables

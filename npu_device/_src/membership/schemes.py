@@ -38,8 +38,12 @@ def world_size_from_environment() -> int:
 
 
 def _size_and_launcher() -> tuple[int, Launched | None]:
-    """Return the number of ranks, and what a launcher says; they may not contradict each other."""
-    size = _described_size()
+    """Return the number of ranks, and what a launcher says; Ascend's variables, TF_CONFIG and it may not differ."""
+    size = _size_by_ascends_variables()
+    config = tf_config.read()
+    if config is not None:
+        size = size or config.world_size
+        _require_agreement(size, None)
     launched = launchers.read()
     if launched is None:
         # If nothing gives the processes ranks, each of them would train alone.
@@ -49,18 +53,6 @@ def _size_and_launcher() -> tuple[int, Launched | None]:
     if size is not None:
         launchers.require_agreement("by Ascend's variables or TF_CONFIG", size, None, launched)
     return size or launched.size, launched
-
-
-def _described_size() -> int | None:
-    """Return the number of ranks by Ascend's variables or TF_CONFIG, which may not differ; None without both."""
-    size = _size_by_ascends_variables()
-    config = tf_config.read()
-    if config is None:
-        return size
-    if size is None:
-        return config.world_size
-    _require_agreement(size, None)
-    return size
 
 
 def _size_by_ascends_variables() -> int | None:
