@@ -32,10 +32,7 @@ def main(argv: Sequence[str]) -> int:
     if name is None:
         width = max(map(len, pages))
         for page, path in sorted(pages.items()):
-            heading = re.search("^# (.*)", path.read_text(encoding="utf-8"), re.MULTILINE)
-            title = ""
-            if heading:
-                title = heading[1]
+            title, *_ = re.findall("^# (.*)", path.read_text(encoding="utf-8"), re.MULTILINE)
             print(f"{page:{width}}  {title}")
         return 0
     # Accepted as messages name pages, too: docs/NAME.md.

@@ -79,7 +79,7 @@ class Host:
     is_preempted: bool = False
     end: Report | None = None  # the last report of the running npurun, if it has announced its end
     retry_at: float | None = None
-    retries: int = 0  # failed attempts in a row
+    wait: float = limits.HOST_RETRY_SECONDS  # until the next try, which doubles it
     give_up_at: float | None = None
     is_optional: bool = False  # the job goes on without it, and takes it in when it can be reached
 
@@ -87,7 +87,8 @@ class Host:
         """Return when the host is started again, or its client is killed if npurun doesn't run there by then."""
         if self.connection is None:
             return self.retry_at
-        if self.is_running or self.is_optional:
+        # An npurun that runs has no such time.
+        if self.is_optional:
             return None
         return self.give_up_at
 
@@ -219,7 +220,7 @@ class LaunchedHosts:
         if report.state == RUNNING:
             host.is_running = True
             host.is_optional = False
-            host.retries = 0
+            host.wait = limits.HOST_RETRY_SECONDS
             host.give_up_at = None
         elif report.state == ATTEMPT:
             host.attempt = report.count
@@ -338,11 +339,8 @@ class LaunchedHosts:
             self._give_up(host)
             return
         if wait is None:
-            wait = min(
-                limits.HOST_RETRY_SECONDS * 2 ** min(host.retries, 10),
-                limits.LONGEST_BACKOFF_SECONDS,
-            )
-            host.retries += 1
+            wait = host.wait
+            host.wait = min(2 * wait, limits.LONGEST_BACKOFF_SECONDS)
         wait = min(wait, host.give_up_at - time_now)
         host.retry_at = time_now + wait
         self._console.say(f"host {host.name}: {cause}, next try in {wait:.0f} s")
@@ -354,7 +352,7 @@ class LaunchedHosts:
             if self._options.takes_nodes:
                 rest = f"from now on a try every {limits.LONGEST_BACKOFF_SECONDS:g} s"
                 host.is_optional = True
-                host.retry_at = time.monotonic() + limits.LONGEST_BACKOFF_SECONDS
+                self._retry(host, rest)
             self._console.say(
                 f"host {host.name}: not reached within {seconds:g} s (--rejoin-timeout); {rest}"
             )

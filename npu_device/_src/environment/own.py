@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from npu_device._src.environment import forms
 from npu_device._src.environment.forms import (
     COMMAND,
@@ -22,6 +24,9 @@ def _choice(words: str, meaning: str, is_compared: bool = False) -> Variable[str
     """Return a variable whose values are these words, of which the first is the default."""
     texts = words.split()
     return Variable(forms.one_of(*texts), texts[0], meaning, is_compared=is_compared)
+
+
+_common_choice = functools.partial(_choice, is_compared=True)
 
 
 NPU_DEVICE_SECRET = optional(
@@ -55,20 +60,18 @@ NPU_DEVICE_CORES = optional(
     "`--bind-to`, and where a quota of CPU time is smaller than the host.",
 )
 NPU_DEVICE_HUB = optional(PORT, "port of a hub that is already running; `npurun` sets this.")
-NPU_DEVICE_BACKEND = _choice(
+NPU_DEVICE_BACKEND = _common_choice(
     "auto nccl tensorflow mpi tcp shared_memory",
     "the engine that sends tensors between hosts: `nccl` is NCCL through TensorFlow, also within a host, and needs a "
     "GPU for each rank; `tensorflow` is TensorFlow over gRPC; `mpi` is MPI through mpi4py, and "
     "needs ranks that one `mpiexec` started; `tcp` is TCP connections of this package. `auto` is `nccl` where each "
     "rank has a GPU; or else `mpi` where one `mpiexec` started the ranks and mpi4py is installed; or else "
     "`tensorflow`. In this release, `shared_memory` still stands for `NPU_DEVICE_SHARED_MEMORY=required`.",
-    is_compared=True,
 )
-NPU_DEVICE_SHARED_MEMORY = _choice(
+NPU_DEVICE_SHARED_MEMORY = _common_choice(
     "on off required",
     "whether the ranks of a host share memory for their tensors: `on`, where they can; `off` sends tensors through the "
     "engine of `NPU_DEVICE_BACKEND` within a host too; with `required`, ranks that can't share memory are an error.",
-    is_compared=True,
 )
 NPU_DEVICE_STALL_WARNING = Variable(
     forms.seconds(86400),
@@ -101,24 +104,22 @@ NPU_DEVICE_SPLIT = optional(
     "for lists that they fit; percentages those of `set_split_strategy_by_size`.",
     is_compared=True,
 )
-NPU_DEVICE_SHARD_OPTIMIZER = _choice(
+NPU_DEVICE_SHARD_OPTIMIZER = _common_choice(
     "off on",
     "whether the updates of Keras optimizers are divided among the ranks (ZeRO stage 1), where a script doesn't say "
     "so itself by `shard_optimizer=`.",
-    is_compared=True,
 )
 NPU_DEVICE_TUNE_COPIES = _choice(
     "on off",
     "whether npurun sets `GLIBC_TUNABLES` for several ranks of a host, so that the C library writes copies of 256 KiB "
     "and more past the cache. Your own tunables are kept.",
 )
-NPU_DEVICE_UNEQUAL_START = _choice(
+NPU_DEVICE_UNEQUAL_START = _common_choice(
     "repair error ignore",
     "what happens if variables differ between the ranks at the first step of a wrapped optimizer, or when a "
     "`tf.function` that reduces gradients itself is traced: `repair` gives them the values of rank 0, with a warning; "
     "`error` raises an error; `ignore` doesn't check. Eager loops that reduce gradients themselves only get the "
     "warning of `repair`. A replicated model always begins with the values of rank 0.",
-    is_compared=True,
 )
 NPU_DEVICE_AUDIT = Variable(
     Form(forms.audit, "auto, off, or a number of steps"),
@@ -128,22 +129,19 @@ NPU_DEVICE_AUDIT = Variable(
     "steps",
     is_compared=True,
 )
-NPU_DEVICE_DRIFT = _choice(
+NPU_DEVICE_DRIFT = _common_choice(
     "error warning",
     "what happens when the audit finds ranks with different variables: an error on all ranks, or one warning.",
-    is_compared=True,
 )
-NPU_DEVICE_CHECK_GRADIENTS = _choice(
+NPU_DEVICE_CHECK_GRADIENTS = _common_choice(
     "off on",
     "`on` makes a wrapped optimizer check the gradients of each step: NaN or infinity raises an error on all ranks "
     "that names the ranks and variables.",
-    is_compared=True,
 )
-NPU_DEVICE_FIRST_STEP_CHECK = _choice(
+NPU_DEVICE_FIRST_STEP_CHECK = _common_choice(
     "on off",
     "`on` checks the train step of a replicated model before its first step: is the gradient of a few samples the mean "
     "of the gradients of parts of them? If not, the step raises an error or prints a warning.",
-    is_compared=True,
 )
 NPU_DEVICE_STATEMENT = _choice(
     "on off",
@@ -154,17 +152,15 @@ NPU_DEVICE_LOG_LEVEL = optional(
     forms.one_of("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL", spelled=str.upper),
     "the level of the logger `npu_device`, from `npu.open()` on; default: Python's, which shows warnings and errors.",
 )
-NPU_DEVICE_STEP_RANDOM = _choice(
+NPU_DEVICE_STEP_RANDOM = _common_choice(
     "own same",
     "random numbers in the training step of a replicated model: `own` lets each rank draw its own for its samples; "
     "`same` lets all ranks draw the same, so that gradients are noisier than on one process. `same` ends with 0.3.",
-    is_compared=True,
 )
-NPU_DEVICE_DIVISION = _choice(
+NPU_DEVICE_DIVISION = _common_choice(
     "alike first",
     "how a replicated model divides a batch whose tensors have different lengths: `alike` cuts all at the same "
     "fractions; `first` cuts all by the length of the first one, as version 0.1 did. `first` ends with 0.3.",
-    is_compared=True,
 )
 NPU_DEVICE_HOROVOD = optional(
     TEXT,
