@@ -85,17 +85,14 @@ class OptionGroup:
                 # The root warns once for all of its groups.
                 options[name] = OptionGroup(below, prefix=path, root=root)
         self.__dict__.update(
-            _rules=rules, _options=options, _prefix=prefix, _root=root, _warns=None
+            options, _rules=rules, _options=options, _prefix=prefix, _root=root, _warns=None
         )
 
     def __getattr__(self, name: str) -> Any:
         # Python looks for __deepcopy__ and the like on an object whose __dict__ is still empty.
         if name.startswith("_"):
             raise AttributeError(name)
-        option = self._options.get(name)
-        if option is None:
-            raise AttributeError(self._unknown(name))
-        return option
+        raise AttributeError(self._unknown(name))
 
     def __setattr__(self, name: str, value: Any) -> None:
         option = self._options.get(name)
@@ -115,9 +112,6 @@ class OptionGroup:
                 "Assign options before npu.open(). Further late assignments are not reported.",
                 path,
             )
-
-    def __dir__(self) -> list[str]:
-        return [*super().__dir__(), *self._options]
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.as_dict()}>"
