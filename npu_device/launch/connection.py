@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shlex
 import socket
@@ -18,7 +19,7 @@ from npu_device._src.threads import start_thread
 from npu_device.launch.arguments import LOOPBACK
 from npu_device.launch.events import Events, HostClosed, HostReported
 from npu_device.launch.output import Console, Pump
-from npu_device.launch.reports import ReportPump
+from npu_device.launch.reports import Report
 
 SSH_FAILED = 255  # exit code of ssh
 
@@ -67,6 +68,7 @@ class Connection:
             remote = f"env PYTHONPATH={shlex.quote(os.environ['PYTHONPATH'])} {remote}"
         # Started by ``exec``, so that no shell stays between the connection and npurun.
         remote = f"cd {shlex.quote(os.getcwd())} && exec {remote}"
+        self._name = name.encode()
         self._node = node
         self._events = events
         self._process = subprocess.Popen(
@@ -82,14 +84,19 @@ class Connection:
         self._input = self._process.stdin
         self._pumps = [
             Pump(self._process.stdout, console, 1),
-            ReportPump(
-                self._process.stderr,
-                console,
-                name,
-                lambda report: events.put(HostReported(node, report)),
-            ),
+            Pump(self._process.stderr, console, 2, takes=self._take_report),
         ]
         start_thread("npurun-host", self._wait)
+
+    def _take_report(self, line: bytes) -> bool:
+        """Make an event of a report, which is no output; return False for other lines."""
+        name, _, report = line.partition(b" ")
+        if name != self._name:
+            return False
+        # The connection may have broken within the line.
+        with contextlib.suppress(ValueError):
+            self._events.put(HostReported(self._node, Report(**json.loads(report))))
+        return True
 
     def _wait(self) -> None:
         code = self._process.wait()

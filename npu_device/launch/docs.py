@@ -55,8 +55,6 @@ def _pages() -> dict[str, Path]:
         # A page of the clone is newer than the page of an installed version.
         paths = [*clone.glob("*.md"), *clone.glob("tutorials/*.md")]
     else:
-        paths = []
-        for file in metadata.files("npu_device") or ():
-            if file.match(_INSTALLED):
-                paths.append(Path(str(file.locate())))
+        installed = metadata.files("npu_device") or ()
+        paths = [Path(str(file.locate())) for file in installed if file.match(_INSTALLED)]
     return {path.stem: path for path in paths if path.stem != "index"}

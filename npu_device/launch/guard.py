@@ -25,7 +25,7 @@ class RankGuard:
         self, directory: str | os.PathLike[str] | None, folder: os.PathLike[str] | None = None
     ) -> None:
         self._folder = folder
-        folders = filter(None, (directory, folder))
+        folders = [path for path in (directory, folder) if path is not None]
         # Started with -I and -S: nothing of the user's site-packages or variables can delay or break the guard.
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, *folders],

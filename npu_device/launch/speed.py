@@ -32,7 +32,7 @@ _END_SECONDS = 30  # grace after the limit of time, for processes that are about
 def main(arguments: Sequence[str]) -> int:
     """Run with these arguments; return the exit code."""
     parser = make_parser()
-    options = parser.parse_args(list(arguments))
+    options = parser.parse_args(arguments)
     machine = read_machine()
     sizes = options.n or sizes_to_measure(machine, options.hosts)
     script_runs.check(parser, options, sizes[-1] // max(1, len(options.hosts)))

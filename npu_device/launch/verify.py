@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _main(arguments: Sequence[str]) -> int:
     parser = _parser()
-    options = parser.parse_args(list(arguments))
+    options = parser.parse_args(arguments)
     sizes = [options.n or 2]
     if not options.n and usable_memory() > 3 * script_runs.RANK_BYTES:
         sizes = [2, 3]
