@@ -6,9 +6,7 @@ Source: Ascend HCCL user guide, cluster information configuration (rank table).
 
 from __future__ import annotations
 
-import ipaddress
 import json
-import math
 import time
 import zlib
 from collections.abc import Sequence
@@ -17,6 +15,7 @@ from typing import Any
 
 from npu_device._src.cluster.rank_errors import ClusterError
 from npu_device._src.cluster.time_limits import TABLE_POLL_SECONDS
+from npu_device._src.environment.forms import ADDRESS, INDEX, PORT, Form, Value
 
 
 @dataclass(frozen=True)
@@ -142,14 +141,17 @@ def _read_groups(table: Fields) -> list[TableDevice]:
 
 def _device(fields: Fields, server: Fields, rank: int, pod: str | None) -> TableDevice:
     host_port = None
+    device_ip = None
     if fields.has("host_port"):
-        host_port = fields.whole_number("host_port", "a port from 1 to 65535", 1, 65535)
+        host_port = fields.parsed("host_port", PORT, "a port from 1 to 65535")
+    if fields.has("device_ip"):
+        device_ip = fields.parsed("device_ip", ADDRESS, "an IPv4 or IPv6 address")
     return TableDevice(
         rank=rank,
         server_id=server.server_id(),
         device_id=fields.whole_number("device_id"),
         host_ip=server.optional_text("host_ip"),
-        device_ip=fields.optional_address("device_ip"),
+        device_ip=device_ip,
         host_port=host_port,
         pod=pod,
         location=fields.location("")[:-1],
@@ -273,18 +275,15 @@ class Fields:
             raise self.wrong("server_id", expected)
         return server_id
 
-    def whole_number(
-        self,
-        name: str,
-        expected: str = "a whole number from 0",
-        low: int = 0,
-        high: float = math.inf,
-    ) -> int:
+    def parsed(self, name: str, form: Form[Value], expected: str) -> Value:
         text = self.text(name, expected)
-        is_whole = text.isascii() and text.isdigit()
-        if not is_whole or not low <= int(text) <= high:
-            raise self.wrong(name, expected)
-        return int(text)
+        try:
+            return form.parse(text)
+        except ValueError:
+            raise self.wrong(name, expected) from None
+
+    def whole_number(self, name: str, expected: str = "a whole number from 0") -> int:
+        return self.parsed(name, INDEX, expected)
 
     def has(self, name: str) -> bool:
         return self.content.get(name) not in (None, "")
@@ -293,15 +292,6 @@ class Fields:
         if not self.has(name):
             return None
         return self.text(name, "text")
-
-    def optional_address(self, name: str) -> str | None:
-        text = self.optional_text(name)
-        if text is None:
-            return None
-        try:
-            return str(ipaddress.ip_address(text))
-        except ValueError:
-            raise self.wrong(name, "an IPv4 or IPv6 address") from None
 
     def check_count(self, name: str, count: int, noun: str) -> None:
         """Check an optional field that says how many of something the table lists."""
