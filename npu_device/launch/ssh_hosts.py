@@ -99,6 +99,7 @@ class LaunchedHosts:
     def __init__(self, options: Options, console: Console, events: Events) -> None:
         self._options = options
         self._console = console
+        self._say = console.say
         self._events = events
         self._variables = _variables()
         self._job = f"npurun-{secrets.token_hex(8)}"
@@ -275,7 +276,7 @@ class LaunchedHosts:
     def _say_that_ssh_failed(self, host: Host, code: int) -> None:
         program = host.client[0]
         if code == SSH_FAILED and program != "sh":
-            self._console.say(
+            self._say(
                 f"{host.name}: the connection failed or ended (exit code {code} of {program})"
             )
 
@@ -288,7 +289,7 @@ class LaunchedHosts:
             host.node > 0 and self._options.fewest_nodes < self._options.nnodes
         )
         if self._has_hosts() and not goes_on and self._verdict is None and self._signal is None:
-            self._console.say(f"host {host.name} ended with exit code {code}; stopping the others")
+            self._say(f"host {host.name} ended with exit code {code}; stopping the others")
             self._stop_job(code)
 
     def _on_lost(self, host: Host, end: Report | None, code: int) -> None:
@@ -307,7 +308,7 @@ class LaunchedHosts:
         if not problem:
             self._retry(host, cause, wait)
             return
-        self._console.say(f"host {host.name}, node 0: {cause}. {problem}")
+        self._say(f"host {host.name}, node 0: {cause}. {problem}")
         verdict = FAILED
         if end is not None and end.code == RESUMABLE:
             verdict = RESUMABLE
@@ -343,7 +344,7 @@ class LaunchedHosts:
             host.wait = min(2 * wait, limits.LONGEST_BACKOFF_SECONDS)
         wait = min(wait, host.give_up_at - time_now)
         host.retry_at = time_now + wait
-        self._console.say(f"host {host.name}: {cause}, next try in {wait:.0f} s")
+        self._say(f"host {host.name}: {cause}, next try in {wait:.0f} s")
 
     def _give_up(self, host: Host) -> None:
         seconds = self._options.rejoin_timeout
@@ -353,11 +354,11 @@ class LaunchedHosts:
                 rest = f"from now on a try every {limits.LONGEST_BACKOFF_SECONDS:g} s"
                 host.is_optional = True
                 self._retry(host, rest)
-            self._console.say(
+            self._say(
                 f"host {host.name}: not reached within {seconds:g} s (--rejoin-timeout); {rest}"
             )
             return
-        self._console.say(
+        self._say(
             f"host {host.name}, node 0: not reached within {seconds:g} s (--rejoin-timeout); the job ends on all "
             "hosts.\n"
             "What to do: start the job again when the host is back, or with another host in its place: it continues "

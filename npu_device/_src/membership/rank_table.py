@@ -260,8 +260,8 @@ class Fields:
     def text(self, name: str, expected: str) -> str:
         """Return a text that isn't empty. Numbers become text: many tables have numbers."""
         text = self.content.get(name)
-        # Python takes true for an int, too.
-        if isinstance(text, int) and not isinstance(text, bool):
+        # No bool, which would be an instance of int.
+        if type(text) is int:
             text = str(text)
         if not isinstance(text, str) or not text.strip():
             raise self.wrong(name, expected)
