@@ -28,8 +28,8 @@ COMMANDS: dict[str, Callable[[list[str]], object]] = {
     "check": lambda words: arguments.parse(["--check", *words]),
     "speed": speed.main,
     "verify": verify.main,
-    "port": lambda words: port.main(words, "npurun port"),
-    "trace": lambda words: report.main(words, "npurun trace"),
+    "port": port.main,
+    "trace": report.main,
 }
 
 

@@ -14,7 +14,7 @@ from launcher import npurun, script
 from npu_device._src.machine.core_sets import core_sets, cpus_of, described, threads_of_rank
 from npu_device._src.machine.topology import Machine, Quota, read_machine
 from npu_device._src.wording import ranges
-from npu_device.launch import argument_types, arguments, speed
+from npu_device.launch import argument_types, arguments, script_runs, speed
 
 Place = tuple[int, int, int]  # socket, NUMA node, L3 cache
 Made = Callable[[Callable[[Path], Machine]], Machine]
@@ -313,3 +313,13 @@ def test_speed_tries_ranks_bound_and_not(machine: Any, expected: list[str], made
     options.n = [1, 128]
     with pytest.raises(ValueError, match="no core for each of 128 ranks"):
         speed.setups_to_measure(made(machine), options.n, options)
+
+
+def test_runs_of_verify_and_speed_keep_proxies_and_lose_the_job(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("no_proxy", "RANK", "TF_CONFIG", "NPU_DEVICE_SPLIT"):
+        monkeypatch.setenv(name, "25%,75%")
+    variables = script_runs._variables()
+    assert {"no_proxy", "NPU_DEVICE_SPLIT"} <= variables.keys()
+    assert not {"RANK", "TF_CONFIG"} & variables.keys()

@@ -11,9 +11,7 @@ import numpy as np
 import pytest
 
 from npu_device._src.options import GlobalOptions, Option, OptionGroup
-from npu_device._src.options.table import GLOBAL_OPTIONS
-
-RULES = GLOBAL_OPTIONS.rules()
+from npu_device._src.options.table import RULES
 
 
 @pytest.fixture
@@ -30,10 +28,11 @@ def owner(options: OptionGroup, path: str) -> tuple[Any, str]:
     return options, name
 
 
-@pytest.mark.parametrize(("path", "rule"), RULES, ids=[path for path, _ in RULES])
+@pytest.mark.parametrize("rule", RULES, ids=[rule.path for rule in RULES])
 def test_an_option_takes_its_default_and_allowed_values_only(
-    options: GlobalOptions, path: str, rule: Any
+    options: GlobalOptions, rule: Any
 ) -> None:
+    path = rule.path
     group, name = owner(options, path)
     option = getattr(group, name)
     assert isinstance(option, Option)
@@ -96,7 +95,7 @@ def test_an_option_follows_later_assignments_and_can_be_unset(options: GlobalOpt
 
 
 def test_refused_values_and_unknown_names_with_the_nearest(options: GlobalOptions) -> None:
-    names = ", ".join(declaration.name for declaration in GLOBAL_OPTIONS.declarations)
+    names = ", ".join(dict.fromkeys(rule.path.partition(".")[0] for rule in RULES))
     for path, wrong, says in (
         ("aoe_config.aoe_mode", 2, r"2 \(of type int\); expected one of '1', '2', '4'"),
         ("input_fusion_size", -1, "input_fusion_size.*-1.*0 to 33554432"),
@@ -132,7 +131,7 @@ def test_as_dict_flattens_and_leaves_out_what_is_unset(options: GlobalOptions) -
     assert (flat["hcom_parallel"], flat["graph_run_mode"]) == ("1", "1")
     assert all(isinstance(text, str) for text in flat.values())
     assert "aoe_mode" not in flat and "dump_config" not in flat
-    names = [rule.name for _, rule in RULES]
+    names = [rule.path.rpartition(".")[2] for rule in RULES]
     assert len(names) == len(set(names)), "as_dict() would lose one of the two"
 
 

@@ -212,16 +212,16 @@ def test_traces_of_several_splits_are_compared(
 ) -> None:
     for name, segments in {"one": ((0, 9),), "four": ((0, 2), (3, 4), (5, 7), (8, 9))}.items():
         write(tmp_path / name, [trace(0, segments), trace(1, segments)])
-    main([str(tmp_path / "one"), str(tmp_path / "four")], "npurun trace")
+    main([str(tmp_path / "one"), str(tmp_path / "four")])
     _, one, four = (line.split()[1:] for line in capsys.readouterr().out.splitlines()[-3:])
     assert (one, four) == (["1", "30.0", "145.0"], ["4", "6.0", "121.0"])
 
 
 def test_without_a_trace_it_says_so(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"npurun trace: .*there is no trace in the directory"):
-        main([str(tmp_path)], "npurun trace")
+        main([str(tmp_path)])
     with pytest.raises(
-        SystemExit, match=r"npu-trace: .*/nope: there is no trace: no such directory"
+        SystemExit, match=r"npurun trace: .*/nope: there is no trace: no such directory"
     ):
         main([str(tmp_path / "nope")])
 

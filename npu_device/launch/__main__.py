@@ -3,38 +3,28 @@
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 
 from npu_device.launch import arguments, checking, launcher, ssh_hosts
+
+_COMMANDS = {
+    "trace": "npu_device._src.report.__main__",
+    "verify": "npu_device.launch.verify",
+    "speed": "npu_device.launch.speed",
+    "port": "npu_device._src.port.__main__",
+    "docs": "npu_device.launch.docs",
+}
+"""The modules whose ``main`` runs a command."""
 
 
 def main() -> None:
     words = sys.argv[1:]
     command = next(iter(words), "")
-    options_of_command = words[1:]
-    # Each command is imported only when it is called, since most import much.
-    if command == "trace":
-        from npu_device._src.report.__main__ import main as report
-
-        report(options_of_command, "npurun trace")
-        return
+    if command in _COMMANDS:
+        # Imported only when it is called, since most commands import much.
+        sys.exit(import_module(_COMMANDS[command]).main(words[1:]))
     if command == "tune":
         tune_is_gone()
-    if command == "verify":
-        from npu_device.launch import verify
-
-        sys.exit(verify.main(options_of_command))
-    if command == "speed":
-        from npu_device.launch import speed
-
-        sys.exit(speed.main(options_of_command))
-    if command == "port":
-        from npu_device._src.port.__main__ import main as port
-
-        sys.exit(port(options_of_command, "npurun port"))
-    if command == "docs":
-        from npu_device.launch import docs
-
-        sys.exit(docs.main(options_of_command))
     if command == "check":
         words[0] = "--check"
     options = arguments.parse(words)

@@ -1,4 +1,4 @@
-"""What the values of the options of npurun may be."""
+"""How the options of npurun and its commands are declared, and what their values may be."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import re
 import signal
 from pathlib import Path
-from typing import Callable, Optional, TypeVar
+from typing import Any, Callable, Optional, TypeVar
 
 from npu_device._src import environment
 from npu_device._src.collectives.gpu_choice import visible_names
@@ -17,6 +17,26 @@ AUTO = "auto"  # the default of --nproc-per-node
 HostSlots = list[tuple[str, Optional[int]]]
 """Hosts, each with its number of ranks if that is given."""
 _Value = TypeVar("_Value")
+
+
+def add_option(
+    target: argparse._ActionsContainer, spelled: str, text: str, **settings: Any
+) -> None:
+    """Add an option as its help shows it, ``-n --nproc-per-node N``; one without a value is True or False.
+
+    Its spelling with underscores, which torchrun accepts too, isn't shown.
+    """
+    names = spelled.split()
+    if names[-1].startswith("-"):
+        settings["action"] = "store_true"
+    else:
+        settings["metavar"] = names.pop()
+    target.add_argument(*names, help=text, **settings)
+    long_name = names[-1].removeprefix("--")
+    if "-" in long_name[1:]:
+        # Without a default of its own, the hidden spelling doesn't overwrite the other one.
+        hidden = {**settings, "help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
+        target.add_argument("--" + long_name.replace("-", "_"), **hidden)
 
 
 class WrongValueError(argparse.ArgumentTypeError, ValueError):
@@ -45,13 +65,6 @@ def _seconds(text: str) -> float:
     return number
 
 
-def _minutes(text: str) -> float:
-    number = _seconds(text)
-    if not number:
-        raise ValueError(text)
-    return number
-
-
 def _job_id(text: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9_-]+", text):
         raise ValueError(text)
@@ -70,7 +83,7 @@ port = _of(forms.PORT)
 ranks = _of(Form(_ranks, f"{forms.COUNT.expected}, or {AUTO}"))
 nodes = _of(Form(_nodes, "a number of nodes, or MIN:MAX"))
 seconds = _of(Form(_seconds, "a number of seconds"))
-minutes = _of(Form(_minutes, "a number of minutes above 0"))
+minutes = _of(Form(forms.seconds(1e9).parse, "a number of minutes above 0"))
 job_id = _of(Form(_job_id, "letters, digits, '-' and '_'"))
 # Checked as the variable in which the ranks get the limit.
 preempt_seconds = _of(environment.NPU_DEVICE_PREEMPT_TIMEOUT.form)

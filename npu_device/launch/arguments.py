@@ -15,7 +15,7 @@ from npu_device._src.machine.core_sets import BINDINGS, NONE
 from npu_device._src.machine.topology import read_machine
 from npu_device._src.wording import counted
 from npu_device.launch import argument_types as types
-from npu_device.launch.argument_types import AUTO, HostSlots
+from npu_device.launch.argument_types import AUTO, HostSlots, add_option
 
 DEFAULT_PORT = 29688  # the port that Ascend's own launch scripts use for the chief
 LOOPBACK = frozenset(("localhost", "127.0.0.1"))
@@ -180,8 +180,8 @@ def _options(namespace: argparse.Namespace) -> Options:
     namespace.command = ()
     if not namespace.check:
         namespace.command = _command(namespace.module, namespace.script)
-    if namespace.replicate and not namespace.check:
-        namespace.command = _replicating(namespace)
+        if namespace.replicate:
+            namespace.command = _replicating(namespace)
     namespace.hosts = tuple(host for host, _ in slots)
     namespace.fewest_nodes = fewest_nodes
     namespace.nnodes = nnodes
@@ -361,37 +361,42 @@ def _parser(is_check: bool) -> argparse.ArgumentParser:
         # An abbreviation that works today breaks when a second option begins with it.
         allow_abbrev=False,
     )
-    per_node = "ranks per node; auto (default): one per GPU, or one"
-    _add(
-        parser, "-n", "--nproc-per-node", type=types.ranks, default=AUTO, metavar="N", help=per_node
-    )
-    _add(
+    add_option(
         parser,
-        "-m",
-        "--module",
-        action="store_true",
-        help="the script is the name of a module, as with python -m",
+        "-n --nproc-per-node N",
+        "ranks per node; auto (default): one per GPU, or one",
+        type=types.ranks,
+        default=AUTO,
     )
-    _add(parser, "--log-dir", metavar="DIR", help="write to DIR/rank<N>.log, not to the console")
-    _add(parser, "--tee", action="store_true", help="with --log-dir: write to the console as well")
-    _add(
+    add_option(parser, "-m --module", "the script is the name of a module, as with python -m")
+    add_option(parser, "--log-dir DIR", "write to DIR/rank<N>.log, not to the console")
+    add_option(parser, "--tee", "with --log-dir: write to the console as well")
+    add_option(
         parser,
-        "--job-id",
+        "--job-id ID",
+        "name of the job (default $JOB_ID, else a new one)",
         type=types.job_id,
-        metavar="ID",
-        help="name of the job (default $JOB_ID, else a new one)",
     )
-    grace = "seconds until running ranks are killed (default 5)"
-    _add(parser, "--grace", type=types.seconds, default=5.0, metavar="S", help=grace)
-    trace = "write a trace of the iterations and a report to DIR"
-    _add(parser, "--trace", metavar="DIR", help=trace)
+    add_option(
+        parser,
+        "--grace S",
+        "seconds until running ranks are killed (default 5)",
+        type=types.seconds,
+        default=5.0,
+    )
+    add_option(parser, "--trace DIR", "write a trace of the iterations and a report to DIR")
     # Gone since 0.2.0. The parser knows it until 0.3.0, to name what replaces it.
-    _add(parser, "--tune", action="store_true", help=argparse.SUPPRESS)
+    add_option(parser, "--tune", argparse.SUPPRESS)
     _add_changes(parser)
     # Replaced by npurun check in 0.2.0, and known until 0.3.0.
-    _add(parser, "--check", action="store_true", help=argparse.SUPPRESS)
-    cores = "bind ranks to core, l3cache, numa, socket, auto; none"
-    _add(parser, "--bind-to", choices=BINDINGS, default=NONE, metavar="WHAT", help=cores)
+    add_option(parser, "--check", argparse.SUPPRESS)
+    add_option(
+        parser,
+        "--bind-to WHAT",
+        "bind ranks to core, l3cache, numa, socket, auto; none",
+        choices=BINDINGS,
+        default=NONE,
+    )
     _add_nodes(
         parser.add_argument_group("several nodes (run npurun once on each, or give --hosts)")
     )
@@ -407,119 +412,88 @@ def _parser(is_check: bool) -> argparse.ArgumentParser:
 
 def _add_changes(parser: argparse.ArgumentParser) -> None:
     """Add what changes the script that runs."""
-    _add(
-        parser, "--horovod", action="store_true", help="let import horovod find npu_device.horovod"
-    )
-    _add(
-        parser,
-        "--replicate",
-        action="store_true",
-        help="train an unchanged Keras script (--seed N: the seed)",
-    )
-    _add(parser, "--shard-optimizer", action="store_true", help="divide updates among the ranks")
-    _add(parser, "--seed", type=types.count, default=1, help=argparse.SUPPRESS)
+    add_option(parser, "--horovod", "let import horovod find npu_device.horovod")
+    add_option(parser, "--replicate", "train an unchanged Keras script (--seed N: the seed)")
+    add_option(parser, "--shard-optimizer", "divide updates among the ranks")
+    add_option(parser, "--seed N", argparse.SUPPRESS, type=types.count, default=1)
 
 
 def _add_nodes(group: argparse._ActionsContainer) -> None:
-    _add(group, "--hosts", metavar="A:N,B:N", help="start all nodes from here, over ssh (also -H)")
+    add_option(group, "--hosts A:N,B:N", "start all nodes from here, over ssh (also -H)")
     group.add_argument("-H", dest="hosts", help=argparse.SUPPRESS, default=argparse.SUPPRESS)
-    _add(group, "--hostfile", metavar="FILE", help="the same, from lines such as: A slots=N")
-    group.add_argument(
-        "-np",
+    add_option(group, "--hostfile FILE", "the same, from lines such as: A slots=N")
+    add_option(
+        group,
+        "-np N",
+        "number of ranks on all hosts together",
         dest="num_proc",
         type=types.positive,
-        metavar="N",
-        help="number of ranks on all hosts together",
     )
-    _add(
+    add_option(
         group,
-        "--nnodes",
+        "--nnodes N",
+        "number of nodes (default 1); MIN:MAX: wait for MAX nodes, run with MIN or more",
         type=types.nodes,
-        metavar="N",
-        help="number of nodes (default 1); MIN:MAX: wait for MAX nodes, run with MIN or more",
     )
-    _add(group, "--node-rank", type=int, metavar="R", help="number of this node, from 0")
-    _add(
+    add_option(group, "--node-rank R", "number of this node, from 0", type=int)
+    add_option(group, "--master-addr ADDR", "address or name of node 0 (one node: 127.0.0.1)")
+    add_option(
         group,
-        "--master-addr",
-        metavar="ADDR",
-        help="address or name of node 0 (one node: 127.0.0.1)",
-    )
-    _add(
-        group,
-        "--master-port",
-        type=types.port,
-        metavar="PORT",
-        help="port of node 0 where the ranks meet (default: the first of NPU_DEVICE_PORT_RANGE, else "
+        "--master-port PORT",
+        "port of node 0 where the ranks meet (default: the first of NPU_DEVICE_PORT_RANGE, else "
         f"{DEFAULT_PORT}; one node: a free one)",
+        type=types.port,
     )
-    _add(
+    add_option(
         group,
-        "--rejoin-timeout",
+        "--rejoin-timeout S",
+        "seconds that nodes wait for each other, and --hosts tries a lost host (default 300)",
         type=types.seconds,
         default=300.0,
-        metavar="S",
-        help="seconds that nodes wait for each other, and --hosts tries a lost host (default 300)",
     )
 
 
 def _add_failures(group: argparse._ActionsContainer) -> None:
-    _add(
+    add_option(
         group,
-        "--max-restarts",
+        "--max-restarts N",
+        "start a failed job again (default 0)",
         type=types.count,
         default=0,
-        metavar="N",
-        help="start a failed job again (default 0)",
     )
-    _add(
+    add_option(
         group,
-        "--max-preemptions",
+        "--max-preemptions N",
+        "continue N times without a node (default: any; 0: end)",
         type=types.count,
-        metavar="N",
-        help="continue N times without a node (default: any; 0: end)",
     )
-    _add(
+    add_option(
         group,
-        "--max-resizes",
+        "--max-resizes N",
+        "let nodes join N times (default: any; 0: at restarts)",
         type=types.count,
-        metavar="N",
-        help="let nodes join N times (default: any; 0: at restarts)",
     )
-    _add(
+    add_option(
         group,
-        "--restart-backoff",
+        "--restart-backoff S",
+        "seconds before a restart, doubled up to 60 (default 1)",
         type=types.seconds,
         default=1.0,
-        metavar="S",
-        help="seconds before a restart, doubled up to 60 (default 1)",
     )
-    _add(
+    add_option(
         group,
-        "--preempt-signal",
+        "--preempt-signal SIG",
+        "asks for a checkpoint and a stop (default TERM)",
         type=types.preempt_signal,
         default=environment.NPU_DEVICE_PREEMPT_SIGNAL.raw() or "TERM",
-        metavar="SIG",
-        help="asks for a checkpoint and a stop (default TERM)",
     )
-    _add(
+    add_option(
         group,
-        "--preempt-timeout",
+        "--preempt-timeout S",
+        "seconds that the ranks have to do that (default 25)",
         type=types.preempt_seconds,
         default=environment.NPU_DEVICE_PREEMPT_TIMEOUT.raw() or "25",
-        metavar="S",
-        help="seconds that the ranks have to do that (default 25)",
     )
-
-
-def _add(target: argparse._ActionsContainer, *names: str, **settings: Any) -> None:
-    """Add an option, and its spelling with underscores, which torchrun accepts too; the help doesn't show that."""
-    target.add_argument(*names, **settings)
-    underscored = "--" + names[-1][2:].replace("-", "_")
-    if underscored != names[-1]:
-        # Without a default of its own, the hidden spelling doesn't overwrite the other one.
-        hidden = {**settings, "help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
-        target.add_argument(underscored, dest=underscored[2:], **hidden)
 
 
 def _command(module: bool, words: list[str]) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
+import json
 import os
 import shlex
 import socket
@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from npu_device._src import environment
 from npu_device._src.cluster import handshake
 from npu_device._src.cluster.time_limits import HOST_NAME_SECONDS
-from npu_device._src.membership.interfaces import interface_of
+from npu_device._src.membership.interfaces import is_own
 from npu_device._src.threads import start_thread
 from npu_device.launch.arguments import LOOPBACK
 from npu_device.launch.events import Events, HostClosed, HostReported
 from npu_device.launch.output import Console, Pump
-from npu_device.launch.reports import Report, ReportPump
+from npu_device.launch.reports import Report
 
 SSH_FAILED = 255  # exit code of ssh
 
@@ -33,20 +33,13 @@ def is_this_host(host: str) -> bool:
     # Only ssh may know the name.
     with contextlib.suppress(OSError):
         addresses = handshake.resolve(host, 0, HOST_NAME_SECONDS)
-        if any(_is_own(str(address[0])) for _, address in addresses):
+        if any(is_own(str(address[0])) for _, address in addresses):
             return True
     # A host may not know its full name.
     with contextlib.suppress(OSError):
         # Behind a router that translates addresses, the name leads to one that no interface has.
         return host.lower() == handshake.full_name_of_this_host(HOST_NAME_SECONDS).lower()
     return False
-
-
-def _is_own(address: str) -> bool:
-    return (
-        interface_of(address) is not None
-        or ipaddress.ip_address(address.partition("%")[0]).is_loopback
-    )
 
 
 def client(host: str) -> list[str]:
@@ -75,6 +68,7 @@ class Connection:
             remote = f"env PYTHONPATH={shlex.quote(os.environ['PYTHONPATH'])} {remote}"
         # Started by ``exec``, so that no shell stays between the connection and npurun.
         remote = f"cd {shlex.quote(os.getcwd())} && exec {remote}"
+        self._name = name.encode()
         self._node = node
         self._events = events
         self._process = subprocess.Popen(
@@ -90,12 +84,19 @@ class Connection:
         self._input = self._process.stdin
         self._pumps = [
             Pump(self._process.stdout, console, 1),
-            ReportPump(self._process.stderr, console, name, self._report),
+            Pump(self._process.stderr, console, 2, takes=self._take_report),
         ]
         start_thread("npurun-host", self._wait)
 
-    def _report(self, report: Report) -> None:
-        self._events.put(HostReported(self._node, report))
+    def _take_report(self, line: bytes) -> bool:
+        """Make an event of a report, which is no output; return False for other lines."""
+        name, _, report = line.partition(b" ")
+        if name != self._name:
+            return False
+        # The connection may have broken within the line.
+        with contextlib.suppress(ValueError):
+            self._events.put(HostReported(self._node, Report(**json.loads(report))))
+        return True
 
     def _wait(self) -> None:
         code = self._process.wait()

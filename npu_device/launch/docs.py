@@ -32,10 +32,7 @@ def main(argv: Sequence[str]) -> int:
     if name is None:
         width = max(map(len, pages))
         for page, path in sorted(pages.items()):
-            heading = re.search("^# (.*)", path.read_text(encoding="utf-8"), re.MULTILINE)
-            title = ""
-            if heading:
-                title = heading[1]
+            title, *_ = re.findall("^# (.*)", path.read_text(encoding="utf-8"), re.MULTILINE)
             print(f"{page:{width}}  {title}")
         return 0
     # Accepted as messages name pages, too: docs/NAME.md.
@@ -58,8 +55,6 @@ def _pages() -> dict[str, Path]:
         # A page of the clone is newer than the page of an installed version.
         paths = [*clone.glob("*.md"), *clone.glob("tutorials/*.md")]
     else:
-        paths = []
-        for file in metadata.files("npu_device") or ():
-            if file.match(_INSTALLED):
-                paths.append(Path(str(file.locate())))
+        installed = metadata.files("npu_device") or ()
+        paths = [Path(str(file.locate())) for file in installed if file.match(_INSTALLED)]
     return {path.stem: path for path in paths if path.stem != "index"}

@@ -13,7 +13,7 @@ import signal
 import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from pathlib import Path
 
 from npu_device._src.cluster.root_error import root_error
 from npu_device._src.cluster.tracebacks import PrintedError, from_record, is_user_file, parse
@@ -60,33 +60,29 @@ class Failure:
         return text
 
 
-class _Record(NamedTuple):
-    """What a rank has left of its failure, or else what its end and its stderr say of it."""
-
-    time: float
-    error: str  # type and message; empty if no exception is known
-    is_consequence: bool
-    errors: list[PrintedError]  # the whole chain
-
-
 def examine(
     ended: Exit, record_file: str, stopped: bool, stderr: Sequence[str]
 ) -> tuple[Failure, list[PrintedError]]:
     """Return the failure of a rank, and its errors: of its record, else the last ones on its stderr."""
     recorded = True
     try:
-        record = _read(record_file)
+        record = json.loads(Path(record_file).read_text(encoding="utf-8"))
+        failed_at = float(record["time"])
+        description = str(record["error"])
+        is_consequence = bool(record["secondary"])
+        errors = from_record(record["errors"])
     except (OSError, ValueError, KeyError, TypeError):
         # The rank may have left no record, or an unusable one.
         recorded = False
-        errors = _last_errors(stderr)
+        failed_at = ended.time
         description = ""
+        is_consequence = stopped
+        errors = _last_errors(stderr)
         if any(error.frames() for error in errors):
             description = root_error(errors[-1].text())
-        record = _Record(ended.time, description, stopped, errors)
-    headline = _headline(record.error)
+    headline = _headline(description)
     error_type = headline.partition(":")[0].rpartition(".")[2].strip()
-    frames = [frame for error in record.errors for frame in error.frames()]
+    frames = [frame for error in errors for frame in error.frames()]
     origin: str | None
     # The script isn't to blame for a lost rank, or for a kill from outside.
     # 128 and the number of a signal is the exit code of a process that a signal has ended.
@@ -109,23 +105,12 @@ def examine(
         code=code,
         stopped=stopped,
         recorded=recorded,
-        is_consequence=record.is_consequence,
-        time=record.time,
+        is_consequence=is_consequence,
+        time=failed_at,
         error=headline,
         origin=origin,
     )
-    return failure, record.errors
-
-
-def _read(path: str) -> _Record:
-    with open(path, encoding="utf-8") as file:
-        fields = json.load(file)
-    return _Record(
-        time=float(fields["time"]),
-        error=str(fields["error"]),
-        is_consequence=bool(fields["secondary"]),
-        errors=from_record(fields["errors"]),
-    )
+    return failure, errors
 
 
 def _last_errors(stderr: Sequence[str]) -> list[PrintedError]:

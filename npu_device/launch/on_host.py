@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -86,20 +87,18 @@ def _obey(lines: Iterable[bytes], options: Options, reporter: Reporter) -> None:
 
 def _problem_on_host(name: str, serial: int) -> str:
     """End what an earlier connection of the job has left on this host; return why that can't be, "" if it is done."""
-    words = _command_lines()
+    lines = _command_lines()
     # ``connection`` wrote the last two words of its command line.
     serials = {
-        pid: int(line[-1])
-        for pid, line in words.items()
-        if line[-2:-1] == [name] and line[-1].isdecimal()
+        pid: int(match[1])
+        for pid, line in lines.items()
+        if (match := re.search(rf"\0{name}\0(\d+)\0$", line))
     }
     if max(serials.values(), default=serial) > serial:
         return "another npurun of this job was started on this host: the connection of this one is broken"
     older = [pid for pid in serials if serials[pid] < serial]
     # The guard of an npurun that was killed ends when it has killed the ranks. Its last word is their directory.
-    guards = [
-        pid for pid, line in words.items() if os.path.basename(line[-1]).startswith(f"{name}-")
-    ]
+    guards = [pid for pid, line in lines.items() if re.search(rf"/{name}-[^/]*\0$", line)]
     # Stopped first, so that they start no more processes.
     _send(signal.SIGSTOP, older)
     # The hub of earlier ranks would live as long as ranks on other hosts are connected to it, so it is killed, too.
@@ -119,14 +118,13 @@ def _problem_on_host(name: str, serial: int) -> str:
     return ""
 
 
-def _command_lines() -> dict[int, list[str]]:
+def _command_lines() -> dict[int, str]:
+    """Return the words of each process, each of them with a zero at its end."""
     lines = {}
     for pid in _processes():
         # The process may have ended.
         with contextlib.suppress(OSError):
-            lines[pid] = (
-                Path(f"/proc/{pid}/cmdline").read_text(errors="replace").rstrip("\0").split("\0")
-            )
+            lines[pid] = Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
     return lines
 
 

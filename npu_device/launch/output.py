@@ -17,7 +17,7 @@ import termios
 import threading
 import time
 from collections import deque
-from typing import IO, BinaryIO
+from typing import IO, BinaryIO, Callable
 
 from npu_device._src.cluster.time_limits import READER_SECONDS, REFRESH_SECONDS, TICK_SECONDS
 from npu_device._src.threads import start_thread
@@ -77,10 +77,15 @@ class Console:
                 raise TimeoutError
 
 
+def _takes_nothing(line: bytes) -> bool:
+    return False
+
+
 class Pump:
     """A thread that forwards one stream until its end. While it doesn't read, the writing rank is blocked.
 
-    ``tail`` are the last lines, of each the first 16 KiB. A stream without a rank gets no prefix.
+    ``tail`` are the last lines, of each the first 16 KiB. A stream without a rank gets no prefix. Lines that ``takes``
+    returns True for go nowhere else.
     """
 
     def __init__(
@@ -90,12 +95,14 @@ class Pump:
         fd: int,
         rank: int | None = None,
         log: BinaryIO | None = None,
+        takes: Callable[[bytes], bool] = _takes_nothing,
     ) -> None:
         self.tail = deque[bytes](maxlen=_TAIL_LINES)
         self._pipe = pipe
         self._console = console
         self._fd = fd
         self._log = log
+        self._takes = takes
         # The prefix has a colour only where a person looks.
         self._prefix = _prefix(rank, os.isatty(fd))
         self._beginning = b""  # begin of a line that hasn't ended
@@ -159,6 +166,7 @@ class Pump:
         return lines
 
     def _write(self, lines: list[bytes]) -> None:
+        lines = [line for line in lines if not self._takes(line)]
         if not lines:
             return
         self.tail.extend(line[:_TAIL_LINE_BYTES] for line in lines)

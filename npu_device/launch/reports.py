@@ -4,13 +4,12 @@ takes out of the output.
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import IO, Callable
+from typing import Any
 
-from npu_device.launch.output import Console, Pump
+from npu_device.launch.output import Console
 
 RUNNING = "running"  # npurun runs on the host, alone
 ATTEMPT = "attempt"  # an attempt begins there
@@ -41,32 +40,10 @@ class Reporter:
     is_preempted: bool = False
     is_cause: bool = False  # a rank of this host has failed by itself
 
-    def tell(self, state: str, code: int = 0, count: int = 0, nodes: Sequence[int] = ()) -> None:
+    def tell(self, state: str, **fields: Any) -> None:
+        """Report a state, with fields of ``Report``."""
         self.is_preempted = self.is_preempted or state == PREEMPTED
         if self.name:
-            report = Report(state, code, count, nodes, self.is_cause)
+            report = Report(state, is_cause=self.is_cause, **fields)
             # The console keeps the line whole among the lines of the ranks.
             self.console.write(2, f"{self.name} {json.dumps(asdict(report))}\n".encode())
-
-
-class ReportPump(Pump):
-    """Forward the standard error of a host's npurun, except for its reports, which go to a function."""
-
-    def __init__(
-        self, pipe: IO[bytes], console: Console, name: str, report: Callable[[Report], None]
-    ) -> None:
-        self._prefix_of_reports = name.encode() + b" "
-        self._report = report
-        # Called last, because it starts the thread that reads.
-        super().__init__(pipe, console, 2)
-
-    def _write(self, lines: list[bytes]) -> None:
-        output = []
-        for line in lines:
-            if not line.startswith(self._prefix_of_reports):
-                output.append(line)
-                continue
-            # The connection may have broken within the line.
-            with contextlib.suppress(ValueError):
-                self._report(Report(**json.loads(line[len(self._prefix_of_reports) :])))
-        super()._write(output)

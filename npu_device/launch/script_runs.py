@@ -21,6 +21,7 @@ from npu_device._src.horovod import modules
 from npu_device._src.machine.free_memory import usable_memory
 from npu_device._src.verify.file_shadow import COVERED
 from npu_device._src.verify.plan import PROBLEM
+from npu_device.launch.argument_types import add_option
 from npu_device.launch.binding import tunables_of_ranks
 from npu_device.launch.guard import RankGuard
 
@@ -31,7 +32,7 @@ _FOR_RANKS = {
     # Several processes share a GPU.
     "TF_FORCE_GPU_ALLOW_GROWTH": "true",
 }
-_NOT_OF_JOBS = ("NPU_DEVICE_", "TF_", "CUDA_", "NVIDIA_", "GRPC_", "MALLOC_")
+_NOT_OF_JOBS = ("NPU_DEVICE_", "TF_", "CUDA_", "NVIDIA_", "GRPC_", "MALLOC_", "no_")
 """How variables begin that don't describe a job, and so stay."""
 
 
@@ -47,20 +48,10 @@ def make_parser(command: str, ranks: str, description: str) -> argparse.Argument
 
 def add_script(parser: argparse.ArgumentParser) -> None:
     """Add the options that tell how a script is started, and the script itself."""
-    parser.add_argument("--json", action="store_true", help="print the outcome as JSON")
-    parser.add_argument(
-        "--replicate",
-        action="store_true",
-        help="of an unchanged script, as with npurun --replicate",
-    )
-    parser.add_argument(
-        "--horovod",
-        action="store_true",
-        help="of a script that imports Horovod, as with npurun --horovod",
-    )
-    parser.add_argument(
-        "-m", "--module", action="store_true", help="the script is the name of a module"
-    )
+    add_option(parser, "--json", "print the outcome as JSON")
+    add_option(parser, "--replicate", "of an unchanged script, as with npurun --replicate")
+    add_option(parser, "--horovod", "of a script that imports Horovod, as with npurun --horovod")
+    add_option(parser, "-m --module", "the script is the name of a module")
     parser.add_argument("script", help="a .py file, or with -m a module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
 
@@ -135,12 +126,11 @@ def run(
 
 def _variables() -> dict[str, str]:
     """Return the environment without what describes a job: each run gets a job of its own."""
-    known_names = [variable.name for variable in environment.ALL]
-    names_of_jobs = {name for name in known_names if not name.startswith(_NOT_OF_JOBS)}
-    names_of_jobs |= {"TF_CONFIG", "NPU_DEVICE_HUB"}
-    variables = {"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ, **_FOR_RANKS}
-    # The C library reads it when the process starts of which the ranks are forks; in one process it changes little.
-    variables |= tunables_of_ranks()
-    for name in names_of_jobs:
-        variables.pop(name, None)
+    # The C library reads its tunables when the process starts of which the ranks are forks; in one process they change
+    # little.
+    variables = {"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ, **_FOR_RANKS, **tunables_of_ranks()}
+    for variable in environment.ALL:
+        name = variable.name
+        if name in ("TF_CONFIG", "NPU_DEVICE_HUB") or not name.startswith(_NOT_OF_JOBS):
+            variables.pop(name, None)
     return variables

@@ -17,7 +17,13 @@ from npu_device._src.machine.topology import Machine, read_machine
 from npu_device._src.speed.timed_process import Setup, TimedProcess
 from npu_device._src.wording import counted
 from npu_device.launch import script_runs
-from npu_device.launch.argument_types import HostSlots, minutes, parse_hosts, positive
+from npu_device.launch.argument_types import (
+    HostSlots,
+    add_option,
+    minutes,
+    parse_hosts,
+    positive,
+)
 
 _RUNNER = "npu_device._src.speed.measured_runs"
 _END_SECONDS = 30  # grace after the limit of time, for processes that are about to end
@@ -26,7 +32,7 @@ _END_SECONDS = 30  # grace after the limit of time, for processes that are about
 def main(arguments: Sequence[str]) -> int:
     """Run with these arguments; return the exit code."""
     parser = make_parser()
-    options = parser.parse_args(list(arguments))
+    options = parser.parse_args(arguments)
     machine = read_machine()
     sizes = options.n or sizes_to_measure(machine, options.hosts)
     script_runs.check(parser, options, sizes[-1] // max(1, len(options.hosts)))
@@ -149,44 +155,40 @@ def make_parser() -> argparse.ArgumentParser:
         "Run a script for some steps as one process with all cores and on several numbers of ranks, in "
         "turn, and say which are faster. Exit code 0: measured; 2: usage; 3: not comparable.",
     )
-    parser.add_argument(
-        "-n",
+    add_option(
+        parser,
+        "-n N,N",
+        "numbers of ranks (default 1, 2, 4 and so on, as far as cores and memory reach)",
         type=_numbers,
-        metavar="N,N",
-        help="numbers of ranks (default 1, 2, 4 and so on, as far as cores and memory reach)",
     )
-    parser.add_argument(
-        "--minutes", type=minutes, default=10, metavar="M", help="for all runs (default 10)"
-    )
-    parser.add_argument(
-        "--steps",
+    add_option(parser, "--minutes M", "for all runs (default 10)", type=minutes, default=10)
+    add_option(
+        parser,
+        "--steps K",
+        "steps that are timed in each run, after the first ones (default 20)",
         type=positive,
         default=20,
-        metavar="K",
-        help="steps that are timed in each run, after the first ones (default 20)",
     )
-    parser.add_argument(
-        "--rounds",
+    add_option(
+        parser,
+        "--rounds R",
+        "turns of each number of ranks, at least; with fewer than 5, nothing is decided (default 5)",
         type=positive,
         default=5,
-        metavar="R",
-        help="turns of each number of ranks, at least; with fewer than 5, nothing is decided (default 5)",
     )
-    parser.add_argument(
-        "--bind-to",
+    add_option(
+        parser,
+        "--bind-to WHAT",
+        "bind ranks as npurun does (default: both ways, if the host has several caches or NUMA nodes)",
         choices=BINDINGS,
-        metavar="WHAT",
-        help="bind ranks as npurun does (default: both ways, if the host has several caches or NUMA nodes)",
     )
-    parser.add_argument(
-        "--shard-optimizer", action="store_true", help="divide updates, as npurun --shard-optimizer"
-    )
-    parser.add_argument(
-        "--hosts",
+    add_option(parser, "--shard-optimizer", "divide updates, as npurun --shard-optimizer")
+    add_option(
+        parser,
+        "--hosts A:N,B:N",
+        "ranks are a job of npurun --hosts, one process runs on this host",
         type=parse_hosts,
         default=[],
-        metavar="A:N,B:N",
-        help="ranks are a job of npurun --hosts, one process runs on this host",
     )
     script_runs.add_script(parser)
     return parser

@@ -79,7 +79,7 @@ class Host:
     is_preempted: bool = False
     end: Report | None = None  # the last report of the running npurun, if it has announced its end
     retry_at: float | None = None
-    retries: int = 0  # failed attempts in a row
+    wait: float = limits.HOST_RETRY_SECONDS  # until the next try, which doubles it
     give_up_at: float | None = None
     is_optional: bool = False  # the job goes on without it, and takes it in when it can be reached
 
@@ -87,7 +87,8 @@ class Host:
         """Return when the host is started again, or its client is killed if npurun doesn't run there by then."""
         if self.connection is None:
             return self.retry_at
-        if self.is_running or self.is_optional:
+        # An npurun that runs has no such time.
+        if self.is_optional:
             return None
         return self.give_up_at
 
@@ -98,6 +99,7 @@ class LaunchedHosts:
     def __init__(self, options: Options, console: Console, events: Events) -> None:
         self._options = options
         self._console = console
+        self._say = console.say
         self._events = events
         self._variables = _variables()
         self._job = f"npurun-{secrets.token_hex(8)}"
@@ -219,7 +221,7 @@ class LaunchedHosts:
         if report.state == RUNNING:
             host.is_running = True
             host.is_optional = False
-            host.retries = 0
+            host.wait = limits.HOST_RETRY_SECONDS
             host.give_up_at = None
         elif report.state == ATTEMPT:
             host.attempt = report.count
@@ -274,7 +276,7 @@ class LaunchedHosts:
     def _say_that_ssh_failed(self, host: Host, code: int) -> None:
         program = host.client[0]
         if code == SSH_FAILED and program != "sh":
-            self._console.say(
+            self._say(
                 f"{host.name}: the connection failed or ended (exit code {code} of {program})"
             )
 
@@ -287,7 +289,7 @@ class LaunchedHosts:
             host.node > 0 and self._options.fewest_nodes < self._options.nnodes
         )
         if self._has_hosts() and not goes_on and self._verdict is None and self._signal is None:
-            self._console.say(f"host {host.name} ended with exit code {code}; stopping the others")
+            self._say(f"host {host.name} ended with exit code {code}; stopping the others")
             self._stop_job(code)
 
     def _on_lost(self, host: Host, end: Report | None, code: int) -> None:
@@ -306,7 +308,7 @@ class LaunchedHosts:
         if not problem:
             self._retry(host, cause, wait)
             return
-        self._console.say(f"host {host.name}, node 0: {cause}. {problem}")
+        self._say(f"host {host.name}, node 0: {cause}. {problem}")
         verdict = FAILED
         if end is not None and end.code == RESUMABLE:
             verdict = RESUMABLE
@@ -338,14 +340,11 @@ class LaunchedHosts:
             self._give_up(host)
             return
         if wait is None:
-            wait = min(
-                limits.HOST_RETRY_SECONDS * 2 ** min(host.retries, 10),
-                limits.LONGEST_BACKOFF_SECONDS,
-            )
-            host.retries += 1
+            wait = host.wait
+            host.wait = min(2 * wait, limits.LONGEST_BACKOFF_SECONDS)
         wait = min(wait, host.give_up_at - time_now)
         host.retry_at = time_now + wait
-        self._console.say(f"host {host.name}: {cause}, next try in {wait:.0f} s")
+        self._say(f"host {host.name}: {cause}, next try in {wait:.0f} s")
 
     def _give_up(self, host: Host) -> None:
         seconds = self._options.rejoin_timeout
@@ -354,12 +353,12 @@ class LaunchedHosts:
             if self._options.takes_nodes:
                 rest = f"from now on a try every {limits.LONGEST_BACKOFF_SECONDS:g} s"
                 host.is_optional = True
-                host.retry_at = time.monotonic() + limits.LONGEST_BACKOFF_SECONDS
-            self._console.say(
+                self._retry(host, rest)
+            self._say(
                 f"host {host.name}: not reached within {seconds:g} s (--rejoin-timeout); {rest}"
             )
             return
-        self._console.say(
+        self._say(
             f"host {host.name}, node 0: not reached within {seconds:g} s (--rejoin-timeout); the job ends on all "
             "hosts.\n"
             "What to do: start the job again when the host is back, or with another host in its place: it continues "

@@ -46,8 +46,8 @@ class RankProcess:
     ) -> None:
         self.rank = rank
         self.exit: Exit | None = None
-        # Its children have not got the signal that asked it to stop.
-        self.has_spared_children = False
+        # Its children have not got the signal that asks it to stop, or there was none yet.
+        self.has_spared_children = True
         self._is_gone = False
         self._launch = launch
         self._opened_mark = opened_mark(environment[NPU_DEVICE_ERROR_FILE.name])
@@ -183,27 +183,20 @@ class Supervisor:
     def run(self) -> None:
         """Return when no rank is running, and no process that a rank started is left in its process group."""
         with self._speaker:
-            self._run()
+            while self._running() and self._stage < _Stage.GIVEN_UP:
+                self._wait(self._name_late_ranks())
+                self._check_ended()
+            # Ranks that ended may have left children, such as readers of data.
+            families = [process for process in self._processes if process.exit and process.reap()]
+            unasked = [process for process in families if process.has_spared_children]
+            if unasked:
+                self._ask(signal.SIGTERM, unasked, self._launch.options.grace)
+            while families and self._stage < _Stage.GIVEN_UP:
+                self._wait(time.monotonic() + SWEEP_SECONDS)
+                families = [process for process in families if process.reap()]
 
     def _say(self, text: str) -> None:
         self._speaker.submit(self._launch.console.say, text)
-
-    def _run(self) -> None:
-        while self._running() and self._stage < _Stage.GIVEN_UP:
-            self._wait(self._name_late_ranks())
-            self._check_ended()
-        # Ranks that ended may have left children, such as readers of data.
-        families = [process for process in self._processes if process.exit and process.reap()]
-        unasked = []
-        if self._stage < _Stage.ASKED:
-            unasked = families
-        elif self._stage is _Stage.ASKED:
-            unasked = [process for process in families if process.has_spared_children]
-        if unasked:
-            self._ask(signal.SIGTERM, unasked, self._launch.options.grace)
-        while families and self._stage < _Stage.GIVEN_UP:
-            self._wait(time.monotonic() + SWEEP_SECONDS)
-            families = [process for process in families if process.reap()]
 
     def _check_ended(self) -> None:
         ended = exits(self._processes)

@@ -18,7 +18,7 @@ from npu_device._src.machine.free_memory import usable_memory
 from npu_device._src.verify.file_shadow import changed_since
 from npu_device._src.verify.plan import PlannedProcess
 from npu_device.launch import script_runs
-from npu_device.launch.argument_types import positive
+from npu_device.launch.argument_types import add_option, positive
 
 _RUNNER = "npu_device._src.verify.runner"
 
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _main(arguments: Sequence[str]) -> int:
     parser = _parser()
-    options = parser.parse_args(list(arguments))
+    options = parser.parse_args(arguments)
     sizes = [options.n or 2]
     if not options.n and usable_memory() > 3 * script_runs.RANK_BYTES:
         sizes = [2, 3]
@@ -113,29 +113,19 @@ def _parser() -> argparse.ArgumentParser:
         "Run a script for a few steps as one process and on N ranks, and say where they diverge and why. "
         "Exit code 0: the same; 1: it differs; 2: usage; 3: not comparable.",
     )
-    parser.add_argument(
-        "-n", type=positive, metavar="N", help="ranks (default 2, and 3 if there is memory)"
+    add_option(parser, "-n N", "ranks (default 2, and 3 if there is memory)", type=positive)
+    add_option(
+        parser, "--steps K", "steps of every optimizer (default 5)", type=positive, default=5
     )
-    parser.add_argument(
-        "--steps",
-        type=positive,
-        default=5,
-        metavar="K",
-        help="steps of every optimizer (default 5)",
-    )
-    parser.add_argument(
-        "--seconds",
+    add_option(
+        parser,
+        "--seconds S",
+        "for more phases, after the first step (default 30)",
         type=positive,
         default=30,
-        metavar="S",
-        help="for more phases, after the first step (default 30)",
     )
-    parser.add_argument(
-        "--html", metavar="FILE", help="write a page with a picture of the ratios, too"
-    )
-    parser.add_argument(
-        "--keep", metavar="DIR", help="keep records, output and written files in DIR"
-    )
+    add_option(parser, "--html FILE", "write a page with a picture of the ratios, too")
+    add_option(parser, "--keep DIR", "keep records, output and written files in DIR")
     parser.add_argument("--hosts", help=argparse.SUPPRESS)
     script_runs.add_script(parser)
     return parser

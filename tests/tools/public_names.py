@@ -63,8 +63,8 @@ def names() -> Names:
         "configs.run_context_options()": RunContextOptions(),
     }
     for name, group in groups.items():
-        for path, rule in group._section.rules():
-            found[f"npu_device.{name}.{path}"] = [
+        for rule in group._rules:
+            found[f"npu_device.{name}.{rule.path}"] = [
                 f"default={rule.default!r}",
                 *map(repr, rule.allowed),
             ]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from npu_device._src.environment import ALL, ascend, launcher_variables, own, tensorflow_variables
 from npu_device._src.environment.forms import Variable
-from npu_device._src.options.table import GLOBAL_OPTIONS, Rule
+from npu_device._src.options.table import RULES, Rule
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -75,23 +75,23 @@ def _row(variable: Variable) -> str:
 
 def _options_page() -> str:
     tables: dict[str, list[str]] = {"Options with an effect": [], "Options without effect": []}
-    for path, rule in GLOBAL_OPTIONS.rules():
+    for rule in RULES:
         tables[
             f"Options with{'out' if rule.effect.startswith('No effect') else ' an'} effect"
-        ].append(_option(path, rule))
+        ].append(_option(rule))
     return _page("options.md", tables)
 
 
-def _option(path: str, rule: Rule) -> str:
+def _option(rule: Rule) -> str:
     example = rule.allowed[0] if rule.allowed else rule.default
     kind = ("any" if example is None else type(example).__name__) + (
-        " or bool" if rule.bool_words else ""
+        " or bool" if "true" in rule.allowed else ""
     )
     default = "unset" if rule.default is None else f"`{rule.default!r}`"
     allowed = ", ".join(f"`{value!r}`" for value in rule.allowed) or "any"
     allowed = f"{rule.between[0]} to {rule.between[1]}" if rule.between else allowed
     effect = rule.effect + (" Deprecated by Ascend." if rule.is_deprecated else "")
-    return f"| `{path}` | {kind} | {default} | {allowed} | {effect} |\n"
+    return f"| `{rule.path}` | {kind} | {default} | {allowed} | {effect} |\n"
 
 
 if __name__ == "__main__":

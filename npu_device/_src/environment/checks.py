@@ -14,7 +14,13 @@ _OWNERS = (ascend, tensorflow_variables, launcher_variables, own)
 
 
 def _variables_of(owner: ModuleType) -> list[Variable]:
-    return [variable for variable in vars(owner).values() if isinstance(variable, Variable)]
+    """Return the variables that a file declares; each gets the name of its constant."""
+    variables = []
+    for name, variable in vars(owner).items():
+        if isinstance(variable, Variable):
+            variable.name = name
+            variables.append(variable)
+    return variables
 
 
 ALL = tuple[Variable, ...](variable for owner in _OWNERS for variable in _variables_of(owner))

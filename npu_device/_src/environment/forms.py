@@ -11,7 +11,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Callable, Generic, TypeVar
 
 Value = TypeVar("Value")
@@ -26,14 +26,14 @@ class Form(Generic[Value_co]):
     expected: str
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Variable(Generic[Value_co]):
-    name: str
     form: Form[Value_co]  # how its value is written
     default: Value_co  # the value of ``get`` if the variable is unset or empty
     meaning: str  # one sentence for the documentation
     unit: str = ""  # unit of the value, or ""
     is_compared: bool = False  # the ranks refuse to begin with different values
+    name: str = field(init=False)  # name of the constant that holds it; ``checks`` sets it
 
     def raw(self) -> str | None:
         """Return the text in the environment; None if unset or empty."""
@@ -86,9 +86,9 @@ def names_in_environment(prefix: str) -> set[str]:
 
 
 def optional(
-    name: str, form: Form[Value], meaning: str, unit: str = "", is_compared: bool = False
+    form: Form[Value], meaning: str, unit: str = "", is_compared: bool = False
 ) -> Variable[Value | None]:
-    return Variable(name, form, None, meaning, unit, is_compared)
+    return Variable(form, None, meaning, unit, is_compared)
 
 
 def integer(low: int, high: int | None = None) -> Form[int]:

@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from npu_device._src.environment import forms
-from npu_device._src.environment.forms import Form, Variable, optional
+from npu_device._src.environment.forms import TEXT, Form, Variable, optional
 
 _THREADS = (
     "setting of TensorFlow. If it is set, the cores of a host aren't divided among its ranks."
 )
 
 TF_CONFIG = optional(
-    "TF_CONFIG",
     Form(str, "JSON"),
     "cluster and task of this process, as the training operator of Kubeflow sets it.",
 )
-TF_NUM_INTRAOP_THREADS = optional("TF_NUM_INTRAOP_THREADS", forms.TEXT, _THREADS, "threads")
-TF_NUM_INTEROP_THREADS = optional("TF_NUM_INTEROP_THREADS", forms.TEXT, _THREADS, "threads")
+TF_NUM_INTRAOP_THREADS = optional(TEXT, _THREADS, "threads")
+TF_NUM_INTEROP_THREADS = optional(TEXT, _THREADS, "threads")
 _RETRY_POLICY = (
     '{"methodConfig":[{"name":[{"service":"tensorflow.WorkerService","method":"MarkRecvFinished"}],"retryPolicy":'
     '{"maxAttempts":2,"initialBackoff":"86400s","maxBackoff":"86400s","backoffMultiplier":1,'
@@ -27,15 +26,13 @@ _RETRY_POLICY = (
 _WITHOUT_COMMAS = _RETRY_POLICY.replace(",", r"\054")
 _SERVICE_CONFIG = _WITHOUT_COMMAS.replace('"', r"\"")
 GRPC_MAX_RETRIES = Variable(
-    "GRPC_MAX_RETRIES",
     forms.integer(0),
     10,
     "how often the `tensorflow` engine repeats a transfer whose connection broke, as it does while a rank is stopped.",
     "attempts",
 )
 TF_GRPC_DEFAULT_OPTIONS = Variable(
-    "TF_GRPC_DEFAULT_OPTIONS",
-    forms.TEXT,
+    TEXT,
     "grpc.http2.bdp_probe=0,grpc.http2.lookahead_bytes=16777216,"
     f'grpc.min_reconnect_backoff_ms=86400000,grpc.service_config="{_SERVICE_CONFIG}"',
     "options of TensorFlow's connections to other ranks: how many bytes a rank accepts before it has read them (gRPC's "
@@ -43,22 +40,19 @@ TF_GRPC_DEFAULT_OPTIONS = Variable(
     "failed `MarkRecvFinished`: TensorFlow may crash if it repeats that. Your own value replaces this one, so keep "
     "these options in it.",
 )
-NO_GRPC_PROXY = optional(
-    "no_grpc_proxy",
-    forms.TEXT,
+no_grpc_proxy = optional(
+    TEXT,
     "setting of gRPC: hosts that it reaches without the proxy of `grpc_proxy`, `https_proxy` or `http_proxy`. "
     "The `tensorflow` engine adds the addresses of the ranks, which a proxy would not connect.",
 )
-NO_PROXY = optional("no_proxy", forms.TEXT, "what gRPC takes where `no_grpc_proxy` isn't set.")
+no_proxy = optional(TEXT, "what gRPC takes where `no_grpc_proxy` isn't set.")
 MALLOC_MMAP_THRESHOLD_ = Variable(
-    "MALLOC_MMAP_THRESHOLD_",
     forms.integer(0),
     32 << 20,
     "setting of glibc: larger blocks of memory come from the system each time. The `tensorflow` engine sets it.",
     "bytes",
 )
 MALLOC_TRIM_THRESHOLD_ = Variable(
-    "MALLOC_TRIM_THRESHOLD_",
     forms.integer(-1),
     512 << 20,
     "setting of glibc: how much freed memory a process keeps, -1 for all. The `tensorflow` engine sets it: transfers "
@@ -66,20 +60,17 @@ MALLOC_TRIM_THRESHOLD_ = Variable(
     "bytes",
 )
 TF_FORCE_GPU_ALLOW_GROWTH = optional(
-    "TF_FORCE_GPU_ALLOW_GROWTH",
-    forms.TEXT,
+    TEXT,
     "setting of TensorFlow. If it is set, the package doesn't choose how ranks that share a GPU take its memory.",
 )
 # ``collectives.gpu_choice`` parses these two.
 CUDA_VISIBLE_DEVICES = optional(
-    "CUDA_VISIBLE_DEVICES",
-    forms.TEXT,
+    TEXT,
     "the GPUs or MIG instances that CUDA shows to a process: numbers, `GPU-…` or `MIG-…` separated by commas; set but "
     "empty or `-1`: none. Each rank takes one of them, by its device number.",
 )
 NVIDIA_VISIBLE_DEVICES = optional(
-    "NVIDIA_VISIBLE_DEVICES",
-    forms.TEXT,
+    TEXT,
     "the GPUs that a container has: `all`, `none`, `void` or a list. A list of MIG instances counts as that of "
     "CUDA_VISIBLE_DEVICES if that is unset; otherwise, the variable only explains why there is no GPU.",
 )
@@ -88,8 +79,8 @@ NVIDIA_VISIBLE_DEVICES = optional(
 def reach_without_proxy(hosts: Iterable[str]) -> None:
     """Let gRPC reach hosts directly, besides those that the user has named."""
     direct = list(hosts)
-    named = NO_GRPC_PROXY.raw() or NO_PROXY.raw()
+    named = no_grpc_proxy.raw() or no_proxy.raw()
     if named:
         # Repetitions are dropped, since ranks of one host have one address.
         direct = [*named.split(","), *direct]
-    NO_GRPC_PROXY.set(",".join(dict.fromkeys(direct)))
+    no_grpc_proxy.set(",".join(dict.fromkeys(direct)))

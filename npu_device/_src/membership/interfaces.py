@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Union
 
 from npu_device._src import environment
+from npu_device._src.cluster.ports import is_loopback
 
 _GET_ADDRESSES = 0x8912  # SIOCGIFCONF of linux/sockios.h
 _IFREQ = struct.Struct("16s4x4s16x")  # struct ifreq with an IPv4 address, on 64-bit systems
@@ -63,6 +64,11 @@ def _is_allowed(name: str, names: str) -> bool:
     if not is_exact:
         fits = name.startswith(tuple(patterns))
     return excludes != fits
+
+
+def is_own(address: str) -> bool:
+    """Return True if an address is one of this host: the loopback has more than its interface lists."""
+    return interface_of(address) is not None or is_loopback(address.partition("%")[0])
 
 
 def interface_of(address: str) -> str | None:

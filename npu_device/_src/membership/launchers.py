@@ -153,12 +153,12 @@ def _slurm() -> Launched | None:
 
 
 def _torchrun() -> Launched | None:
-    required = (environment.RANK, environment.WORLD_SIZE, environment.MASTER_ADDR)
-    if not all(variable.is_set() for variable in required):
+    if not environment.MASTER_ADDR.is_set() or not environment.WORLD_SIZE.is_set():
         return None
     rank = environment.RANK.get()
     size = environment.WORLD_SIZE.get()
-    assert rank is not None and size is not None
+    if rank is None or size is None:
+        return None
     if size > 1 and not environment.MASTER_PORT.is_set():
         raise ClusterError(
             f"MASTER_PORT is missing or empty, while RANK ({rank}), WORLD_SIZE ({size}) and MASTER_ADDR are set.\n"

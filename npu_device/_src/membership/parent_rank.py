@@ -11,6 +11,7 @@ while, whether the candidate comes, too.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -75,11 +76,8 @@ def mark_as_candidate() -> None:
 
 def is_candidate() -> bool:
     """Return True if this process has marked itself, and hasn't become a rank since, nor failed to."""
-    try:
-        mark = json.loads(environment.NPU_DEVICE_RANK_PROCESS.raw() or "")
-        return mark["pid"] == os.getpid() and "rank" not in mark
-    except (ValueError, TypeError, KeyError):
-        return False
+    mark = _mark_in_environment()
+    return mark.get("pid") == os.getpid() and "rank" not in mark
 
 
 def mark_as_child(parent: dict[str, Any]) -> None:
@@ -120,22 +118,24 @@ def _is_running(mark: dict[str, Any]) -> bool:
 
 def _mark_of_another_process() -> dict[str, Any] | None:
     """Return what the mark of another process holds, if it has the same variables."""
-    try:
-        mark = json.loads(environment.NPU_DEVICE_RANK_PROCESS.raw() or "")
-        pid = int(mark["pid"])
-        started = mark["since"]
-        variables = mark.pop("variables")
-    except (ValueError, TypeError, KeyError, AttributeError):
-        # There is no mark, or a different version of the package has written it.
-        return None
-    own_pid = os.getpid()
-    # This process has made the mark itself.
-    if pid == own_pid and started == start_time(own_pid):
+    mark = _mark_in_environment()
+    pid = mark.get("pid")
+    # There is no mark, or this process has made it itself.
+    if pid is None or (pid == os.getpid() and mark["since"] == start_time(pid)):
         return None
     # Different variables show that a launcher has made this process a rank of another job.
-    if variables != _fingerprint():
+    if mark.pop("variables") != _fingerprint():
         return None
-    return dict(mark)
+    return mark
+
+
+def _mark_in_environment() -> dict[str, Any]:
+    """Return the mark that this process has or inherits; empty if there is none that this version has written."""
+    with contextlib.suppress(ValueError):
+        mark = json.loads(environment.NPU_DEVICE_RANK_PROCESS.raw() or "")
+        if isinstance(mark, dict) and mark.keys() >= {"pid", "since", "variables"}:
+            return mark
+    return {}
 
 
 def _fingerprint() -> str:

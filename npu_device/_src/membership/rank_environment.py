@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from npu_device._src import environment
 from npu_device._src.membership.parent_rank import OF_A_RANK
@@ -29,18 +30,17 @@ def rank_table(
     nodes: Sequence[int], nproc_per_node: int, master_addr: str, master_port: int
 ) -> str:
     """Return the rank table as JSON, in Ascend's version 1.0 (HCCL user guide): the same bytes on every node."""
-    servers = []
+    servers: list[dict[str, Any]] = []
     for index, node in enumerate(nodes):
         ranks = range(index * nproc_per_node, (index + 1) * nproc_per_node)
-        devices = []
-        for device_id, rank in enumerate(ranks):
-            devices.append({"device_id": str(device_id), "rank_id": str(rank)})
-        meeting = {}
-        if index == 0:
-            meeting["host_ip"] = master_addr
-            devices[0]["host_port"] = str(master_port)
-        # Only the first server needs an address: there the ranks meet.
-        servers.append({"server_id": f"node{node}", **meeting, "device": devices})
+        devices = [
+            {"device_id": str(device_id), "rank_id": str(rank)}
+            for device_id, rank in enumerate(ranks)
+        ]
+        servers.append({"server_id": f"node{node}", "device": devices})
+    # Only the first server needs an address: there the ranks meet.
+    servers[0]["host_ip"] = master_addr
+    servers[0]["device"][0]["host_port"] = str(master_port)
     table = {
         "version": "1.0",
         "status": "completed",

@@ -6,9 +6,7 @@ Source: Ascend HCCL user guide, cluster information configuration (rank table).
 
 from __future__ import annotations
 
-import ipaddress
 import json
-import math
 import time
 import zlib
 from collections.abc import Sequence
@@ -17,6 +15,7 @@ from typing import Any
 
 from npu_device._src.cluster.rank_errors import ClusterError
 from npu_device._src.cluster.time_limits import TABLE_POLL_SECONDS
+from npu_device._src.environment.forms import ADDRESS, INDEX, PORT, Form, Value
 
 
 @dataclass(frozen=True)
@@ -102,16 +101,14 @@ def _read_servers(table: Fields) -> list[TableDevice]:
     devices = []
     server_ids: list[str] = []
     for server in servers:
-        server_id = server.text("server_id", "text of 1 to 64 characters", limit=64)
+        server_id = server.server_id()
         # Servers are told apart by this id: with one id twice, ranks of two servers would be taken for neighbours.
         if server_id in server_ids:
             twin = server_ids.index(server_id)
             raise server.wrong("server_id", f"another one: server_list[{twin}] has the same")
         server_ids.append(server_id)
-        host_ip = server.optional_text("host_ip")
         for fields in server.objects("device"):
-            rank = fields.whole_number("rank_id")
-            devices.append(_device(fields, rank, server_id, host_ip, None))
+            devices.append(_device(fields, server, fields.whole_number("rank_id"), None))
     return devices
 
 
@@ -138,25 +135,23 @@ def _read_groups(table: Fields) -> list[TableDevice]:
         else:
             rank = position
             pod = instance.text("pod_name", "the pod's name")
-        # The limit of 64 characters is Ascend's.
-        server_id = instance.text("server_id", "text of 1 to 64 characters", limit=64)
-        host_ip = instance.optional_text("host_ip")
-        devices.append(_device(fields, rank, server_id, host_ip, pod))
+        devices.append(_device(fields, instance, rank, pod))
     return devices
 
 
-def _device(
-    fields: Fields, rank: int, server_id: str, host_ip: str | None, pod: str | None
-) -> TableDevice:
+def _device(fields: Fields, server: Fields, rank: int, pod: str | None) -> TableDevice:
     host_port = None
+    device_ip = None
     if fields.has("host_port"):
-        host_port = fields.whole_number("host_port", "a port from 1 to 65535", 1, 65535)
+        host_port = fields.parsed("host_port", PORT, "a port from 1 to 65535")
+    if fields.has("device_ip"):
+        device_ip = fields.parsed("device_ip", ADDRESS, "an IPv4 or IPv6 address")
     return TableDevice(
         rank=rank,
-        server_id=server_id,
+        server_id=server.server_id(),
         device_id=fields.whole_number("device_id"),
-        host_ip=host_ip,
-        device_ip=fields.optional_address("device_ip"),
+        host_ip=server.optional_text("host_ip"),
+        device_ip=device_ip,
         host_port=host_port,
         pod=pod,
         location=fields.location("")[:-1],
@@ -262,30 +257,33 @@ class Fields:
             state = f"is {_excerpt(self.content[name])}"
         return fault(self.path, f"{self.location(name)} {state}; expected {expected}")
 
-    def text(self, name: str, expected: str, limit: int | None = None) -> str:
+    def text(self, name: str, expected: str) -> str:
         """Return a text that isn't empty. Numbers become text: many tables have numbers."""
         text = self.content.get(name)
-        # Python takes true for an int, too.
-        if isinstance(text, int) and not isinstance(text, bool):
+        # No bool, which would be an instance of int.
+        if type(text) is int:
             text = str(text)
         if not isinstance(text, str) or not text.strip():
             raise self.wrong(name, expected)
-        if limit is not None and len(text) > limit:
-            raise self.wrong(name, expected)
         return text.strip()
 
-    def whole_number(
-        self,
-        name: str,
-        expected: str = "a whole number from 0",
-        low: int = 0,
-        high: float = math.inf,
-    ) -> int:
+    def server_id(self) -> str:
+        expected = "text of 1 to 64 characters"
+        server_id = self.text("server_id", expected)
+        # The limit is Ascend's.
+        if len(server_id) > 64:
+            raise self.wrong("server_id", expected)
+        return server_id
+
+    def parsed(self, name: str, form: Form[Value], expected: str) -> Value:
         text = self.text(name, expected)
-        is_whole = text.isascii() and text.isdigit()
-        if not is_whole or not low <= int(text) <= high:
-            raise self.wrong(name, expected)
-        return int(text)
+        try:
+            return form.parse(text)
+        except ValueError:
+            raise self.wrong(name, expected) from None
+
+    def whole_number(self, name: str, expected: str = "a whole number from 0") -> int:
+        return self.parsed(name, INDEX, expected)
 
     def has(self, name: str) -> bool:
         return self.content.get(name) not in (None, "")
@@ -294,15 +292,6 @@ class Fields:
         if not self.has(name):
             return None
         return self.text(name, "text")
-
-    def optional_address(self, name: str) -> str | None:
-        text = self.optional_text(name)
-        if text is None:
-            return None
-        try:
-            return str(ipaddress.ip_address(text))
-        except ValueError:
-            raise self.wrong(name, "an IPv4 or IPv6 address") from None
 
     def check_count(self, name: str, count: int, noun: str) -> None:
         """Check an optional field that says how many of something the table lists."""

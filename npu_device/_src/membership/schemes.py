@@ -18,7 +18,7 @@ from npu_device._src.cluster.description import Membership
 from npu_device._src.cluster.rank_errors import ClusterError
 from npu_device._src.environment import Variable
 from npu_device._src.membership import launchers, parent_rank, rank_table, tf_config
-from npu_device._src.membership.interfaces import announced_address
+from npu_device._src.membership.interfaces import announced_address, is_own
 from npu_device._src.membership.launchers import Launched
 from npu_device._src.membership.rank_table import RankTable, TableDevice
 
@@ -38,8 +38,12 @@ def world_size_from_environment() -> int:
 
 
 def _size_and_launcher() -> tuple[int, Launched | None]:
-    """Return the number of ranks, and what a launcher says; they may not contradict each other."""
-    size = _described_size()
+    """Return the number of ranks, and what a launcher says; Ascend's variables, TF_CONFIG and it may not differ."""
+    size = _size_by_ascends_variables()
+    config = tf_config.read()
+    if config is not None:
+        size = size or config.world_size
+        _require_agreement(size, None)
     launched = launchers.read()
     if launched is None:
         # If nothing gives the processes ranks, each of them would train alone.
@@ -51,18 +55,6 @@ def _size_and_launcher() -> tuple[int, Launched | None]:
     return size or launched.size, launched
 
 
-def _described_size() -> int | None:
-    """Return the number of ranks by Ascend's variables or TF_CONFIG, which may not differ; None without both."""
-    size = _size_by_ascends_variables()
-    config = tf_config.read()
-    if config is None:
-        return size
-    if size is None:
-        return config.world_size
-    _require_agreement(size, None)
-    return size
-
-
 def _size_by_ascends_variables() -> int | None:
     rank_size = environment.RANK_SIZE.get()
     worker_size = environment.CM_WORKER_SIZE.get()
@@ -71,11 +63,9 @@ def _size_by_ascends_variables() -> int | None:
             f"both RANK_SIZE ({rank_size}) and CM_WORKER_SIZE ({worker_size}) are set: the first belongs to a rank "
             "table, the second to a job without one.\nWhat to do: unset the one whose scheme you don't use."
         )
-    if rank_size is not None:
-        # Either variable has the number of ranks; which scheme counts is decided later.
-        return rank_size
-    if worker_size is not None:
-        return worker_size
+    # Either variable has the number of ranks, 1 or more; which scheme counts is decided later.
+    if rank_size or worker_size:
+        return rank_size or worker_size
     if environment.RANK_TABLE_FILE.is_set():
         table = _load_table()
         if table.size > 1:
@@ -121,16 +111,12 @@ def membership_from_environment(device_id: int | None = None) -> Membership | No
         membership = _from_launcher(launched, device_id)
     else:
         membership = _from_tf_config(size, device_id)
-    described_rank = membership.rank
-    # Only RANK_ID can contradict this description.
-    if membership.scheme == "TF_CONFIG":
-        described_rank = environment.RANK_ID.get()
-    _require_agreement(size, described_rank)
+    rank = membership.rank
+    # A rank table has been read by RANK_ID, which otherwise may contradict the description.
+    if rank is not None and environment.RANK_ID.is_set() and not table.is_set():
+        rank = environment.RANK_ID.get()
+    _require_agreement(size, rank)
     if launched is not None:
-        rank = membership.rank
-        # Only RANK_ID can contradict this description.
-        if membership.scheme == launched.launcher:
-            rank = environment.RANK_ID.get()
         launchers.require_agreement(f"by {membership.scheme} and RANK_ID", size, rank, launched)
     candidate = None
     if not is_chosen:
@@ -302,13 +288,10 @@ def _without_table(size: int, device_id: int) -> Membership:
             "What to do: give both in the family that the hosts use to reach each other."
         )
     # Without CM_WORKER_IP, this rank is on the host of the chief if the chief's address is one of this host.
-    if worker_ip is None:
-        on_chief_host = _is_local(chief_ip)
-    else:
-        on_chief_host = worker_ip == chief_ip
+    on_chief_host = worker_ip == chief_ip or (worker_ip is None and is_own(chief_ip))
     is_chief = on_chief_host and device_id == environment.CM_CHIEF_DEVICE.get()
     host = worker_ip
-    if host is None and is_chief:
+    if is_chief:
         host = chief_ip
     return Membership(
         scheme="CM_*",
@@ -321,20 +304,6 @@ def _without_table(size: int, device_id: int) -> Membership:
         chief_hosts=(chief_ip,),
         chief_port=chief_port,
     )
-
-
-def _is_local(ip: str) -> bool:
-    """Return True if this host has the address: only then can a socket be bound to it."""
-    family = socket.AF_INET
-    if ":" in ip:
-        family = socket.AF_INET6
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            # Any port will do, since only an address of this host can be bound.
-            probe.bind((ip, 0))
-    except OSError:
-        return False
-    return True
 
 
 def _from_tf_config(size: int, device_id: int | None) -> Membership:

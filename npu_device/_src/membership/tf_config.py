@@ -86,7 +86,7 @@ def _job(cluster: dict[str, Any], task_type: str, index: int) -> tuple[int, list
     chiefs = [name for name in _CHIEFS if cluster.get(name)]
     if len(chiefs) > 1:
         raise _fault("has both chief and master in its cluster; expected one of them")
-    tasks: dict[_Task, _Address] = {}
+    tasks: dict[_Address, _Task] = {}
     # The chief comes first in the order of the ranks.
     for name in (*chiefs, "worker"):
         texts = cluster.get(name) or []
@@ -96,17 +96,17 @@ def _job(cluster: dict[str, Any], task_type: str, index: int) -> tuple[int, list
             raise _fault(f"has {len(texts)} addresses for cluster.{name}; expected one")
         for position, text in enumerate(texts):
             _add_task(tasks, (name, position), text)
-    if (task_type, index) not in tasks:
-        listed = ", ".join(f"{name} {position}" for name, position in tasks) or "none"
+    if (task_type, index) not in tasks.values():
+        listed = ", ".join(f"{name} {position}" for name, position in tasks.values()) or "none"
         raise _fault(
             f"says that this process is {task_type} {index}, which is not in its cluster; expected one of: {listed}"
         )
     # Insertion order is the order of the ranks.
-    rank = list(tasks).index((task_type, index))
-    return rank, list(tasks.values())
+    rank = list(tasks.values()).index((task_type, index))
+    return rank, list(tasks)
 
 
-def _add_task(tasks: dict[_Task, _Address], task: _Task, text: Any) -> None:
+def _add_task(tasks: dict[_Address, _Task], task: _Task, text: Any) -> None:
     name, position = task
     try:
         if not isinstance(text, str):
@@ -115,11 +115,10 @@ def _add_task(tasks: dict[_Task, _Address], task: _Task, text: Any) -> None:
     except ValueError:
         expected = 'expected "host:port", or "[address]:port" for IPv6'
         raise _fault(f"has {text!r} for cluster.{name}[{position}]; {expected}") from None
-    for (earlier_name, earlier_position), earlier_address in tasks.items():
-        if earlier_address == address:
-            twins = f"gives {earlier_name} {earlier_position} and {name} {position} the same address {text!r}"
-            raise _fault(f"{twins}; expected different ones")
-    tasks[task] = address
+    earlier_name, earlier_position = tasks.setdefault(address, task)
+    if (earlier_name, earlier_position) != task:
+        twins = f"gives {earlier_name} {earlier_position} and {name} {position} the same address {text!r}"
+        raise _fault(f"{twins}; expected different ones")
 
 
 def _task(config: dict[str, Any]) -> tuple[str, int]:

@@ -7,19 +7,12 @@ Source of the scopes: Ascend TF Adapter 2.x, ``npu_device.utils.scope`` and ``np
 
 from __future__ import annotations
 
-import contextlib
-import inspect
 import logging
 import operator
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from npu_device._src.environment import NPU_LOOP_SIZE
-
-if TYPE_CHECKING:
-    from typing import ParamSpec
-
-    _Arguments = ParamSpec("_Arguments")
 
 _log = logging.getLogger("npu_device")
 
@@ -119,99 +112,125 @@ def is_inf_nan_enabled() -> bool:
     return True
 
 
-def _scope(
-    on_an_npu: str,
-) -> Callable[
-    [Callable[_Arguments, Iterator[None]]],
-    Callable[_Arguments, contextlib.AbstractContextManager[None]],
-]:
-    """Return a decorator that makes a scope without effect, and its docstring, of a function that only yields."""
-
-    def described(
-        function: Callable[_Arguments, Iterator[None]],
-    ) -> Callable[_Arguments, contextlib.AbstractContextManager[None]]:
-        names = ", ".join(inspect.signature(function).parameters)
-        arguments = ""
-        if names:
-            arguments = f"\n\nArgs:\n    {names}: ignored.\n"
-        function.__doc__ = f"{on_an_npu} on an NPU. Without effect here.{arguments}"
-        return contextlib.contextmanager(function)
-
-    return described
-
-
-@_scope("Keep the dtype of operations in the block under mixed precision")
+@contextmanager
 def keep_dtype_scope() -> Iterator[None]:
+    """Keep the dtype of operations in the block under mixed precision on an NPU. Without effect here."""
     yield
 
 
-@_scope("Recompute the activations of the block in backward (``tf.recompute_grad`` does, too)")
+@contextmanager
 def npu_recompute_scope() -> Iterator[None]:
+    """Recompute activations of the block in backward on an NPU, as ``tf.recompute_grad`` does. Without effect here."""
     yield
 
 
-@_scope("Mark the block as the part of the graph that belongs to the optimizer")
+@contextmanager
 def npu_optimizer_scope() -> Iterator[None]:
+    """Mark the block as the part of the graph that belongs to the optimizer on an NPU. Without effect here."""
     yield
 
 
-@_scope("Mark the block as the backward part of the graph")
+@contextmanager
 def npu_gradients_scope() -> Iterator[None]:
+    """Mark the block as the backward part of the graph on an NPU. Without effect here."""
     yield
 
 
-@_scope("Run the operations of the block on the host")
+@contextmanager
 def without_npu_compile_scope() -> Iterator[None]:
+    """Run the operations of the block on the host on an NPU. Without effect here."""
     yield
 
 
-@_scope("Choose the engine for the variables of the block, an ``NpuExecutePlacement``,")
+@contextmanager
 def npu_variable_scope(placement: object = None) -> Iterator[None]:
+    """Choose the engine for the variables of the block, an ``NpuExecutePlacement``, on an NPU. Without effect here.
+
+    Args:
+        placement: ignored.
+    """
     yield
 
 
-@_scope("Set the number of the pipeline stage that the block belongs to")
+@contextmanager
 def npu_stage_scope(stage: int) -> Iterator[None]:
+    """Set the number of the pipeline stage that the block belongs to on an NPU. Without effect here.
+
+    Args:
+        stage: ignored.
+    """
     yield
 
 
-@_scope("Put the variables of the block into another kind of memory")
+@contextmanager
 def npu_mem_type_scope() -> Iterator[None]:
+    """Put the variables of the block into another kind of memory on an NPU. Without effect here."""
     yield
 
 
-@_scope("Prefetch the weights of the block into a pool of so many bytes")
+@contextmanager
 def npu_weight_prefetch_scope(
     buffer_pool_id: int = 0, buffer_pool_size: int = 536870912
 ) -> Iterator[None]:
+    """Prefetch the weights of the block into a pool of so many bytes on an NPU. Without effect here.
+
+    Args:
+        buffer_pool_id, buffer_pool_size: ignored.
+    """
     yield
 
 
-@_scope("Choose the engine and the kernel library for the block")
+@contextmanager
 def op_specified_engine_scope(engine_name: str, kernel_lib_name: str) -> Iterator[None]:
+    """Choose the engine and the kernel library for the block on an NPU. Without effect here.
+
+    Args:
+        engine_name, kernel_lib_name: ignored.
+    """
     yield
 
 
-@_scope("Set the quality of service for the block")
+@contextmanager
 def npu_qos_label_scope(label: object) -> Iterator[None]:
+    """Set the quality of service for the block on an NPU. Without effect here.
+
+    Args:
+        label: ignored.
+    """
     yield
 
 
-@_scope("Make the block a subgraph with shapes of its own")
+@contextmanager
 def subgraph_multi_dims_scope(index: int) -> Iterator[None]:
+    """Make the block a subgraph with shapes of its own on an NPU. Without effect here.
+
+    Args:
+        index: ignored.
+    """
     yield
 
 
-@_scope("Cut the block into slices to save memory")
+@contextmanager
 def npu_graph_slice_scope(slice_num: int | None = None) -> Iterator[None]:
+    """Cut the block into slices to save memory on an NPU. Without effect here.
+
+    Args:
+        slice_num: ignored.
+    """
     yield
 
 
-@_scope("Keep the operations of the block from being fused")
+@contextmanager
 def disable_autofuse() -> Iterator[None]:
+    """Keep the operations of the block from being fused on an NPU. Without effect here."""
     yield
 
 
-@_scope("Limit how many cores the block uses")
+@contextmanager
 def limit_core_num_scope(*arguments: object, **keywords: object) -> Iterator[None]:
+    """Limit how many cores the block uses on an NPU. Without effect here.
+
+    Args:
+        arguments, keywords: ignored.
+    """
     yield

@@ -8,15 +8,10 @@ from __future__ import annotations
 import contextlib
 import difflib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from npu_device._src.options.table import (
-    GLOBAL_OPTIONS,
-    GRAPH_MEMORY_OPTIMIZE_CONFIG,
-    Rule,
-    Section,
-)
+from npu_device._src.options.table import RULES, Rule
 
 _log = logging.getLogger("npu_device")
 
@@ -42,17 +37,17 @@ class Option:
         """Return the value with the type it was assigned with; None if unset."""
         return self._value
 
-    @property
-    def is_deprecated(self) -> bool:
-        """Return True if Ascend advises against the option."""
-        return self._rule.is_deprecated
-
-    def assign(self, path: str, value: Any) -> None:
+    def assign(self, value: Any) -> None:
         """Check a value and keep it. Raises like ``checked`` of ``Rule``."""
-        self._value = self._rule.checked(path, value)
+        rule = self._rule
+        self._value = rule.checked(value)
+        if rule.is_deprecated:
+            _log.warning(
+                "option %r is deprecated and may be removed from Ascend's adapter", rule.path
+            )
 
     def __repr__(self) -> str:
-        return f"<option {self._rule.name}: {self._value!r}>"
+        return f"<option {self._rule.path}: {self._value!r}>"
 
 
 class OptionGroup:
@@ -68,36 +63,36 @@ class OptionGroup:
 
     # These declarations are for the type checker. ``__init__`` puts the attributes into ``__dict__``, since
     # ``__setattr__`` handles options only.
-    _section: Section
+    _title: str  # what messages call a root
+    _rules: Sequence[Rule]  # of all options, those of further groups too
     _options: dict[str, Option | OptionGroup]
     _prefix: str
     _root: OptionGroup
     _warns: bool | None  # the root's: the next assignment logs a warning; None before ``freeze``
 
     def __init__(
-        self, section: Section, *, prefix: str = "", root: OptionGroup | None = None
+        self, rules: Sequence[Rule], *, prefix: str = "", root: OptionGroup | None = None
     ) -> None:
         root = root or self
         options: dict[str, Option | OptionGroup] = {}
-        for declaration in section.declarations:
-            if isinstance(declaration, Rule):
-                options[declaration.name] = Option(declaration)
-            else:
-                path = f"{prefix}{declaration.name}."
+        for rule in rules:
+            name, dot, _ = rule.path.removeprefix(prefix).partition(".")
+            if not dot:
+                options[name] = Option(rule)
+            elif name not in options:
+                path = f"{prefix}{name}."
+                below = [rule for rule in rules if rule.path.startswith(path)]
                 # The root warns once for all of its groups.
-                options[declaration.name] = OptionGroup(declaration, prefix=path, root=root)
+                options[name] = OptionGroup(below, prefix=path, root=root)
         self.__dict__.update(
-            _section=section, _options=options, _prefix=prefix, _root=root, _warns=None
+            options, _rules=rules, _options=options, _prefix=prefix, _root=root, _warns=None
         )
 
     def __getattr__(self, name: str) -> Any:
         # Python looks for __deepcopy__ and the like on an object whose __dict__ is still empty.
         if name.startswith("_"):
             raise AttributeError(name)
-        option = self._options.get(name)
-        if option is None:
-            raise AttributeError(self._unknown(name))
-        return option
+        raise AttributeError(self._unknown(name))
 
     def __setattr__(self, name: str, value: Any) -> None:
         option = self._options.get(name)
@@ -109,9 +104,7 @@ class OptionGroup:
             raise ValueError(
                 f"{path!r} is a group of options and can't be assigned as a whole; assign to {names}"
             )
-        option.assign(path, value)
-        if option.is_deprecated:
-            _log.warning("option %r is deprecated and may be removed from Ascend's adapter", path)
+        option.assign(value)
         if self._root._warns:
             self._root.__dict__["_warns"] = False
             _log.warning(
@@ -119,9 +112,6 @@ class OptionGroup:
                 "Assign options before npu.open(). Further late assignments are not reported.",
                 path,
             )
-
-    def __dir__(self) -> list[str]:
-        return [*super().__dir__(), *self._options]
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.as_dict()}>"
@@ -138,10 +128,11 @@ class OptionGroup:
 
     def _unknown(self, name: str) -> str:
         """Return the error for a name that the group doesn't have, with one that may be meant."""
-        group = self._prefix.rstrip(".") or self._section.name
+        group = self._prefix.rstrip(".") or self._title
         # Options of this name in other groups come first, since they are more likely meant than similar ones in this
         # group.
-        guesses = [path for path, rule in self._root._section.rules() if rule.name == name]
+        paths = [rule.path for rule in self._root._rules]
+        guesses = [path for path in paths if path.rpartition(".")[2] == name]
         matches = difflib.get_close_matches(name, self._options, n=1)
         guesses += [self._prefix + match for match in matches]
         ending = "."
@@ -153,8 +144,10 @@ class OptionGroup:
 class GlobalOptions(OptionGroup):
     """All options of a process, with their defaults. Scripts use the one that ``global_options()`` returns."""
 
+    _title = "global_options"
+
     def __init__(self) -> None:
-        super().__init__(GLOBAL_OPTIONS)
+        super().__init__(RULES)
 
     def freeze(self) -> None:
         """Log a warning at the next assignment, because ``npu.open()`` has read the options."""
@@ -191,16 +184,13 @@ def global_options() -> GlobalOptions:
     return _options
 
 
-_RUN_CONTEXT = Section(
-    "run_context_options", (Section("experimental", (GRAPH_MEMORY_OPTIMIZE_CONFIG,)),)
-)
-
-
 class RunContextOptions(OptionGroup):
     """The result of ``run_context_options``; its attributes work like those of ``npu.global_options()``."""
 
+    _title = "run_context_options"
+
     def __init__(self) -> None:
-        super().__init__(_RUN_CONTEXT)
+        super().__init__([rule for rule in RULES if "graph_memory_optimize" in rule.path])
 
 
 def run_context_options() -> RunContextOptions:

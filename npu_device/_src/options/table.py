@@ -5,6 +5,7 @@ Source: Ascend TF Adapter 2.x API reference, ``npu.global_options``, which says 
 
 from __future__ import annotations
 
+import ast
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,240 +16,175 @@ import numpy as np
 class Rule:
     """The declaration of an option."""
 
-    name: str
+    path: str  # name, after the names of its groups
     effect: str  # what it does here, for the documentation page
     # Value if nothing was assigned; None means unset, and then any type may be assigned.
-    default: Any = None
-    allowed: tuple = ()  # the values that may be assigned; empty means any
-    between: tuple[int, int] | None = None  # smallest and largest number that may be assigned
-    # A bool may be assigned too and becomes the text ``"true"`` or ``"false"``.
-    bool_words: bool = False
-    is_deprecated: bool = False  # assigning it logs a warning
+    default: Any
+    allowed: tuple  # the values that may be assigned; empty means any
+    between: tuple[int, int] | None  # smallest and largest number that may be assigned
+    is_deprecated: bool  # assigning it logs a warning
 
-    def checked(self, path: str, value: Any) -> Any:
+    def checked(self, value: Any) -> Any:
         """Return the value in the form in which it is kept; TypeError or ValueError if it isn't allowed."""
         if isinstance(value, np.generic):
             value = value.item()
         if value is None and self.default is None:
             return None
-        if self.bool_words and isinstance(value, bool):
+        # The texts of a bool were a bool in older releases.
+        if isinstance(value, bool) and "true" in self.allowed:
             value = str(value).lower()
         if self.default is not None and not isinstance(value, type(self.default)):
             raise TypeError(
-                f"option {path!r} takes a value of type {type(self.default).__name__} "
+                f"option {self.path!r} takes a value of type {type(self.default).__name__} "
                 f"(default {self.default!r}); found {value!r} of type {type(value).__name__}"
             )
         # True is accepted where 1 is, as on Ascend; the integer is kept.
-        if self.allowed:
-            if value not in self.allowed:
-                listed = ", ".join(map(repr, self.allowed))
-                raise self._not_allowed(path, value, f"one of {listed}")
-            # The listed value is kept, which has the listed type: True becomes 1.
+        if value in self.allowed:
             return self.allowed[self.allowed.index(value)]
+        if self.allowed:
+            listed = ", ".join(map(repr, self.allowed))
+            raise self._not_allowed(value, f"one of {listed}")
         if self.between and not self.between[0] <= value <= self.between[1]:
-            raise self._not_allowed(path, value, f"{self.between[0]} to {self.between[1]}")
+            raise self._not_allowed(value, f"{self.between[0]} to {self.between[1]}")
         if type(self.default) is int:
             return int(value)
         return value
 
-    @staticmethod
-    def _not_allowed(path: str, value: Any, expected: str) -> ValueError:
+    def _not_allowed(self, value: Any, expected: str) -> ValueError:
         return ValueError(
-            f"option {path!r} can't be {value!r} (of type {type(value).__name__}); expected {expected}"
+            f"option {self.path!r} can't be {value!r} (of type {type(value).__name__}); expected {expected}"
         )
 
 
-@dataclass(frozen=True)
-class Section:
-    """A named group of options and of further groups."""
-
-    name: str
-    declarations: tuple[Rule | Section, ...]
-
-    def rules(self, prefix: str = "") -> list[tuple[str, Rule]]:
-        """Return all options, those of further groups too, each with its path."""
-        rules = []
-        for declaration in self.declarations:
-            path = prefix + declaration.name
-            if isinstance(declaration, Section):
-                rules += declaration.rules(path + ".")
-            else:
-                rules.append((path, declaration))
-        return rules
-
-
-# The reasons why options have no effect, one for each kind of option.
-_COMPILER = "No effect: there is no NPU compiler."
-_MEMORY = "No effect: TensorFlow manages the memory."
-_PRECISION = (
-    "No effect: tensors keep their dtypes. For mixed precision use `tf.keras.mixed_precision`."
-)
-_TIMEOUT = "No effect: there are no NPU streams to wait for."
-_TUNING = "No effect: there are no NPU kernels to tune."
-_TRACE = "Works for `training_trace`, see [tracing.md](tracing.md). Set it before `npu.open()`."
-_DUMP = "No effect: use `tf.debugging`."
-_DEPLOY = "No effect: the model is not split across devices."
-_DEBUG = "No effect: there is no NPU compiler or device to debug."
-
-_DETERMINISM = "No effect: call `tf.config.experimental.enable_op_determinism()` in the script."
-_OVERFLOW = "No effect: numbers overflow to infinity, which `tf.math.is_finite` detects."
-_AOE = "No effect: 4 logs a warning. [Compare splits](faster.md#tune-the-gradient-split) instead."
-
-_PROFILING_OPTIONS = (
-    '{"output":"./","training_trace":"on","task_time":"on","hccl":"on","aicpu":"on",'
-    '"aic_metrics":"PipeUtilization","msproftx":"off"}'
-)
-
-
-def _words(text: str) -> tuple[str, ...]:
-    return tuple(text.split())
-
-
-def _rules(effect: str, names: str) -> tuple[Rule, ...]:
-    """Return the declarations of options that take any value."""
-    return tuple(Rule(name, effect) for name in _words(names))
-
-
-_PRECISIONS = _words(
-    "force_fp32 allow_fp32_to_fp16 force_fp16 must_keep_origin_dtype allow_mix_precision cube_fp16in_fp32out "
-    "allow_mix_precision_fp16 allow_mix_precision_bf16 allow_fp32_to_bf16"
-)
-_PRECISIONS_2 = _words(
-    "fp16 origin cube_fp16in_fp32out mixed_float16 mixed_bfloat16 cube_hif8 mixed_hif8"
-)
-GRAPH_MEMORY_OPTIMIZE_CONFIG = Section(
-    "graph_memory_optimize_config",
-    (
-        Rule("recompute", _MEMORY, allowed=("auto", "manual")),
-        Rule("graph_slice", _MEMORY, allowed=("auto",)),
+_EFFECTS = {
+    "parallel": (
+        "Works: with `False`, no gradient is sent before all are ready. Set it before a function is traced, and "
+        "before an optimizer is wrapped."
     ),
-)
+    "trace": "Works for `training_trace`, see [tracing.md](tracing.md). Set it before `npu.open()`.",
+    "compiler": "No effect: there is no NPU compiler.",
+    "memory": "No effect: TensorFlow manages the memory.",
+    "precision": "No effect: tensors keep their dtypes. For mixed precision use `tf.keras.mixed_precision`.",
+    "timeout": "No effect: there are no NPU streams to wait for.",
+    "tuning": "No effect: there are no NPU kernels to tune.",
+    "dump": "No effect: use `tf.debugging`.",
+    "deploy": "No effect: the model is not split across devices.",
+    "debug": "No effect: there is no NPU compiler or device to debug.",
+    "determinism": "No effect: call `tf.config.experimental.enable_op_determinism()` in the script.",
+    "overflow": "No effect: numbers overflow to infinity, which `tf.math.is_finite` detects.",
+    "collectives": "No effect: it concerns collectives of the NPU.",
+    "same": "No effect: results are the same.",
+    "aoe": "No effect: 4 logs a warning. [Compare splits](faster.md#tune-the-gradient-split) instead.",
+    "xla": "No effect: `tf.function(jit_compile=True)` turns XLA on. A bool (older releases) becomes the string.",
+}
+_BETWEEN = {"input_fusion_size": (0, 33554432)}
+_DEPRECATED = "variable_format_optimize op_debug_level op_select_implmode optypelist_for_implmode"
+# Effect, path, default, and the allowed values if not all are.
+_TABLE = """
+compiler    graph_run_mode                            1        0 1
+memory      graph_memory_max_size                     None
+memory      variable_memory_max_size                  None
+precision   precision_mode                            None     \
+    force_fp32 allow_fp32_to_fp16 force_fp16 must_keep_origin_dtype allow_mix_precision cube_fp16in_fp32out \
+    allow_mix_precision_fp16 allow_mix_precision_bf16 allow_fp32_to_bf16
+precision   precision_mode_v2                         None     \
+    fp16 origin cube_fp16in_fp32out mixed_float16 mixed_bfloat16 cube_hif8 mixed_hif8
+precision   modify_mixlist                            None
+precision   customize_dtypes                          None
+precision   op_precision_mode                         None
+determinism deterministic                             0        0 1
+overflow    overflow_flag                             1        0 1
+parallel    hcom_parallel                             True
+collectives hcom_multi_mode                           None
+same        is_tailing_optimization                   False
+timeout     graph_exec_timeout                        None
+timeout     stream_sync_timeout                       -1
+timeout     event_sync_timeout                        -1
+trace       profiling_config.enable_profiling         False
+trace       profiling_config.profiling_options        \
+    '{"output":"./","training_trace":"on","task_time":"on","hccl":"on","aicpu":"on",\
+"aic_metrics":"PipeUtilization","msproftx":"off"}'
+aoe         aoe_config.aoe_mode                       None     '1' '2' '4'
+tuning      aoe_config.work_path                      ./
+tuning      aoe_config.aoe_config_file                None
+dump        dump_config.enable_dump                   False
+dump        dump_config.dump_path                     None
+dump        dump_config.dump_step                     None
+dump        dump_config.dump_mode                     output   input output all
+dump        dump_config.enable_dump_debug             False
+dump        dump_config.dump_debug_mode               all      aicore_overflow atomic_overflow all
+dump        dump_config.dump_data                     tensor   tensor stats
+dump        dump_config.dump_layer                    None
+compiler    fusion_switch_file                        None
+compiler    op_compiler_cache_mode                    enable   enable disable force
+compiler    op_compiler_cache_dir                     None
+debug       op_debug_config                           None
+debug       debug_dir                                 None
+debug       enable_exception_dump                     2        0 1 2
+compiler    enable_small_channel                      False
+xla         jit_compile                               auto     true false auto
+compiler    topo_sorting_mode                         None     0 1
+memory      memory_config.atomic_clean_policy         0        0 1
+memory      memory_config.static_memory_policy        0        0 1 2 3 4
+memory      memory_config.variable_use_1g_huge_page   0        0 1 2
+memory      input_fusion_size                         131072
+compiler    export_compile_stat                       1        0 1 2
+compiler    shape_generalization_mode                 STRICT   STRICT FULL ADAPTIVE
+compiler    oo_level                                  O3       O0 O1 O2 O3
+compiler    oo_constant_folding                       True
+compiler    optimization_switch                       None
+compiler    ac_parallel_enable                        None     '0' '1'
+dump        quant_dumpable                            None     '0' '1'
+compiler    external_weight                           False
+compiler    compile_dynamic_mode                      False
+memory      input_batch_cpy                           False
+compiler    all_tensor_not_empty                      False
+compiler    execute_times                             -1
+compiler    stream_max_parallel_num                   None
+compiler    aicore_num                                None
+compiler    graph_compiler_cache_dir                  None
+compiler    enable_scope_fusion_passes                None
+compiler    auto_multistream_parallel_mode            None
+compiler    experimental.multi_branches_config.input_shape None
+compiler    experimental.multi_branches_config.dynamic_node_type '0'
+compiler    experimental.multi_branches_config.dynamic_dims None
+deploy      experimental.logical_device_deploy_config.logical_device_cluster_deploy_mode None     LB SINGLE
+deploy      experimental.logical_device_deploy_config.logical_device_id None
+deploy      experimental.model_deploy_config.model_deploy_mode None
+deploy      experimental.model_deploy_config.model_deploy_devicelist None
+memory      experimental.graph_memory_optimize_config.recompute None     auto manual
+memory      experimental.graph_memory_optimize_config.graph_slice None     auto
+deploy      experimental.resource_config_path         None
+deploy      experimental.graph_parallel_option_path   None
+deploy      experimental.enable_graph_parallel        None
+compiler    variable_format_optimize                  None
+debug       op_debug_level                            None     0 1 2 3 4
+precision   op_select_implmode                        None
+precision   optypelist_for_implmode                   None
+tuning      auto_tune_mode                            None
+"""
 
-_SHAPE, _DIMS = _rules(_COMPILER, "input_shape dynamic_dims")
-_NODE_TYPE = Rule("dynamic_node_type", _COMPILER, default="0")
-_CLUSTER = Rule("logical_device_cluster_deploy_mode", _DEPLOY, allowed=("LB", "SINGLE"))
-_DEPLOY_CONFIG = (_CLUSTER, Rule("logical_device_id", _DEPLOY))
-_MODEL_DEPLOY_CONFIG = _rules(_DEPLOY, "model_deploy_mode model_deploy_devicelist")
-_EXPERIMENTAL = Section(
-    "experimental",
-    (
-        Section("multi_branches_config", (_SHAPE, _NODE_TYPE, _DIMS)),
-        Section("logical_device_deploy_config", _DEPLOY_CONFIG),
-        Section("model_deploy_config", _MODEL_DEPLOY_CONFIG),
-        GRAPH_MEMORY_OPTIMIZE_CONFIG,
-        *_rules(_DEPLOY, "resource_config_path graph_parallel_option_path enable_graph_parallel"),
-    ),
-)
-_PROFILING_CONFIG = (
-    Rule("enable_profiling", _TRACE, default=False),
-    Rule("profiling_options", _TRACE, default=_PROFILING_OPTIONS),
-)
-_AOE_CONFIG = (
-    Rule("aoe_mode", _AOE, allowed=("1", "2", "4")),
-    Rule("work_path", _TUNING, default="./"),
-    Rule("aoe_config_file", _TUNING),
-)
-_DUMP_MODES = ("input", "output", "all")
-_OVERFLOWS = ("aicore_overflow", "atomic_overflow", "all")
-_DUMP_CONFIG = (
-    Rule("enable_dump", _DUMP, default=False),
-    *_rules(_DUMP, "dump_path dump_step"),
-    Rule("dump_mode", _DUMP, default="output", allowed=_DUMP_MODES),
-    Rule("enable_dump_debug", _DUMP, default=False),
-    Rule("dump_debug_mode", _DUMP, default="all", allowed=_OVERFLOWS),
-    Rule("dump_data", _DUMP, default="tensor", allowed=("tensor", "stats")),
-    Rule("dump_layer", _DUMP),
-)
-_MEMORY_CONFIG = (
-    Rule("atomic_clean_policy", _MEMORY, default=0, allowed=(0, 1)),
-    Rule("static_memory_policy", _MEMORY, default=0, allowed=(0, 1, 2, 3, 4)),
-    Rule("variable_use_1g_huge_page", _MEMORY, default=0, allowed=(0, 1, 2)),
-)
-_HCOM_PARALLEL = Rule(
-    "hcom_parallel",
-    "Works: with `False`, no gradient is sent before all are ready. Set it before a function is traced, and before an "
-    "optimizer is wrapped.",
-    default=True,
-)
-_TRAINING = (
-    Rule("graph_run_mode", _COMPILER, default=1, allowed=(0, 1)),
-    *_rules(_MEMORY, "graph_memory_max_size variable_memory_max_size"),
-    Rule("precision_mode", _PRECISION, allowed=_PRECISIONS),
-    Rule("precision_mode_v2", _PRECISION, allowed=_PRECISIONS_2),
-    *_rules(_PRECISION, "modify_mixlist customize_dtypes op_precision_mode"),
-    Rule("deterministic", _DETERMINISM, default=0, allowed=(0, 1)),
-    Rule("overflow_flag", _OVERFLOW, default=1, allowed=(0, 1)),
-    _HCOM_PARALLEL,
-    Rule("hcom_multi_mode", "No effect: it concerns collectives of the NPU."),
-    Rule("is_tailing_optimization", "No effect: results are the same.", default=False),
-)
-_TIMEOUTS = (
-    Rule("graph_exec_timeout", _TIMEOUT),
-    Rule("stream_sync_timeout", _TIMEOUT, default=-1),
-    Rule("event_sync_timeout", _TIMEOUT, default=-1),
-)
-_CACHE_MODES = ("enable", "disable", "force")
-_CACHE_MODE = Rule("op_compiler_cache_mode", _COMPILER, default="enable", allowed=_CACHE_MODES)
-_JIT_COMPILE = Rule(
-    "jit_compile",
-    "No effect: `tf.function(jit_compile=True)` turns XLA on. A bool (older releases) becomes the string.",
-    default="auto",
-    allowed=("true", "false", "auto"),
-    bool_words=True,
-)
-_COMPILING = (
-    Rule("fusion_switch_file", _COMPILER),
-    _CACHE_MODE,
-    Rule("op_compiler_cache_dir", _COMPILER),
-    *_rules(_DEBUG, "op_debug_config debug_dir"),
-    Rule("enable_exception_dump", _DEBUG, default=2, allowed=(0, 1, 2)),
-    Rule("enable_small_channel", _COMPILER, default=False),
-    _JIT_COMPILE,
-    Rule("topo_sorting_mode", _COMPILER, allowed=(0, 1)),
-)
-_SHAPE_MODES = ("STRICT", "FULL", "ADAPTIVE")
-_SHAPE_MODE = Rule("shape_generalization_mode", _COMPILER, default="STRICT", allowed=_SHAPE_MODES)
-_STREAMS_AND_CACHE = (
-    "stream_max_parallel_num aicore_num graph_compiler_cache_dir enable_scope_fusion_passes"
-)
-_OPTIMIZING = (
-    Rule("input_fusion_size", _MEMORY, default=131072, between=(0, 33554432)),
-    Rule("export_compile_stat", _COMPILER, default=1, allowed=(0, 1, 2)),
-    _SHAPE_MODE,
-    Rule("oo_level", _COMPILER, default="O3", allowed=("O0", "O1", "O2", "O3")),
-    Rule("oo_constant_folding", _COMPILER, default=True),
-    Rule("optimization_switch", _COMPILER),
-    Rule("ac_parallel_enable", _COMPILER, allowed=("0", "1")),
-    Rule("quant_dumpable", _DUMP, allowed=("0", "1")),
-    Rule("external_weight", _COMPILER, default=False),
-    Rule("compile_dynamic_mode", _COMPILER, default=False),
-    Rule("input_batch_cpy", _MEMORY, default=False),
-    Rule("all_tensor_not_empty", _COMPILER, default=False),
-    Rule("execute_times", _COMPILER, default=-1),
-    *_rules(_COMPILER, _STREAMS_AND_CACHE),
-    Rule("auto_multistream_parallel_mode", _COMPILER),
-)
-_DEPRECATED = (
-    Rule("variable_format_optimize", _COMPILER, is_deprecated=True),
-    Rule("op_debug_level", _DEBUG, allowed=(0, 1, 2, 3, 4), is_deprecated=True),
-    Rule("op_select_implmode", _PRECISION, is_deprecated=True),
-    Rule("optypelist_for_implmode", _PRECISION, is_deprecated=True),
-)
+
+def _value(word: str) -> Any:
+    """Return the value that a word of the table is in Python, or else the word itself."""
+    try:
+        return ast.literal_eval(word)
+    except (ValueError, SyntaxError):
+        return word
+
+
+def _rule(line: str) -> Rule:
+    effect, path, *words = line.split()
+    default, *allowed = map(_value, words)
+    return Rule(
+        path=path,
+        effect=_EFFECTS[effect],
+        default=default,
+        allowed=tuple(allowed),
+        between=_BETWEEN.get(path),
+        is_deprecated=path in _DEPRECATED.split(),
+    )
+
 
 # Messages and the documentation list the options in this order.
-GLOBAL_OPTIONS = Section(
-    "global_options",
-    (
-        *_TRAINING,
-        *_TIMEOUTS,
-        Section("profiling_config", _PROFILING_CONFIG),
-        Section("aoe_config", _AOE_CONFIG),
-        Section("dump_config", _DUMP_CONFIG),
-        *_COMPILING,
-        Section("memory_config", _MEMORY_CONFIG),
-        *_OPTIMIZING,
-        _EXPERIMENTAL,
-        *_DEPRECATED,
-        Rule("auto_tune_mode", _TUNING),
-    ),
-)
+RULES = tuple(map(_rule, _TABLE.strip().splitlines()))

@@ -13,7 +13,11 @@ stderr. What isn't sure isn't touched. Exit code 0: ported, or nothing to do; 1:
 refused; 2: usage."""
 
 
-def main(arguments: Sequence[str] | None = None, name: str = "npu-port") -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run with these arguments; by default, as ``npu-port``, with those of the process."""
+    name = "npurun port"
+    if arguments is None:
+        name = "npu-port"
     options = _options(arguments, name)
     # Imported only here, so that the usage can be shown without LibCST.
     try:

@@ -11,9 +11,10 @@ from npu_device._src.report.report_files import PAGE, PERFETTO, report_folder, w
 from npu_device._src.report.summary import compared, summary
 
 
-def main(arguments: Sequence[str] | None = None, name: str | None = None) -> None:
-    """Run with these arguments and this name; by default, as ``npu-trace``, with those of the process."""
-    if name is None:
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run with these arguments; by default, as ``npu-trace``, with those of the process."""
+    name = "npurun trace"
+    if arguments is None:
         name = "npu-trace"
         print("npu-trace is now npurun trace, and will go in 0.3.0", file=sys.stderr)
     parser = argparse.ArgumentParser(
