@@ -45,11 +45,6 @@ class Scale(enum.Enum):
     UNKNOWN = enum.auto()
 
 
-def scaling(port: Port, loss: Any) -> Scale:
-    """Return how an expression for a loss scales."""
-    return _Reader(port).scale(loss)
-
-
 def counts_replicas(port: Port, node: Any) -> bool:
     """Return True if a number of replicas or devices stands in an expression, but for the loss of a gradient."""
     if method(node) == "gradient":
@@ -64,143 +59,147 @@ _NUMBERS = (Scale.MEAN, Scale.SUM, Scale.REPLICAS, Scale.DEVICES)
 """What is a single number, whatever the samples are."""
 
 
-class _Reader:
-    """Follows a loss back to what it is computed from."""
-
-    def __init__(self, port: Port) -> None:
-        self._port = port
-
-    @bounded(20, Scale.UNKNOWN)
-    def scale(self, node: Any) -> Scale:
-        if node is None:
-            return Scale.UNKNOWN
-        # A number such as 0.5 is the same everywhere.
-        if isinstance(node, (cst.Integer, cst.Float)):
-            return Scale.SHARED
-        # A sign, as in -x, changes nothing.
-        if isinstance(node, cst.UnaryOperation):
-            return self.scale(node.expression)
-        # An operation such as a * b combines both sides.
-        if isinstance(node, cst.BinaryOperation):
-            left_scale = self.scale(node.left)
-            right_scale = self.scale(node.right)
-            return _combined(node.operator, left_scale, right_scale)
-        # An element, such as tf.shape(x)[0], may be the number of samples.
-        if isinstance(node, cst.Subscript):
-            return self._of_subscript(node)
-        if isinstance(node, cst.Call):
-            return self._of_call(node)
-        return self._of_name(node)
-
-    def _of_subscript(self, node: Any) -> Scale:
-        if _LENGTH_OF_BATCH.search(self._port.text(node)):
-            return Scale.COUNT
+@bounded(20, Scale.UNKNOWN)
+def scaling(port: Port, node: Any) -> Scale:
+    """Return how an expression for a loss scales, by what it is computed from."""
+    if node is None:
         return Scale.UNKNOWN
+    # A number such as 0.5 is the same everywhere.
+    if isinstance(node, (cst.Integer, cst.Float)):
+        return Scale.SHARED
+    # A sign, as in -x, changes nothing.
+    if isinstance(node, cst.UnaryOperation):
+        return scaling(port, node.expression)
+    # An operation such as a * b combines both sides.
+    if isinstance(node, cst.BinaryOperation):
+        left_scale = scaling(port, node.left)
+        right_scale = scaling(port, node.right)
+        return _combined(node.operator, left_scale, right_scale)
+    # An element, such as tf.shape(x)[0], may be the number of samples.
+    if isinstance(node, cst.Subscript):
+        return _of_subscript(port, node)
+    if isinstance(node, cst.Call):
+        return _of_call(port, node)
+    return _of_name(port, node)
 
-    def _of_name(self, node: Any) -> Scale:
-        if isinstance(node, cst.Attribute) and node.attr.value == "num_replicas_in_sync":
-            return Scale.REPLICAS
-        scale = self._of_all(self._port.origins(node))
-        # A number such as num_gpus = len(gpus) may be another one on the ranks.
-        if scale is not Scale.REPLICAS and _DEVICES.search(last_word(dotted(node))):
-            return Scale.DEVICES
-        if scale is Scale.COUNT and self._is_size_of_all_data(node):
-            return Scale.SHARED
-        if scale is Scale.UNKNOWN and _NUMBER.match(last_word(dotted(node))):
-            # Only the name tells: config.batch_size, or an argument alpha.
-            return Scale.SHARED
-        return scale
 
-    def _of_all(self, origins: Iterable) -> Scale:
-        """Return the scale of several values that one expression may have; UNKNOWN if they differ."""
-        scales = {self.scale(origin) for origin in origins}
-        if Scale.DEVICES in scales:
-            return Scale.DEVICES
-        if len(scales) != 1:
-            return Scale.UNKNOWN
-        return scales.pop()
+def _of_subscript(port: Port, node: Any) -> Scale:
+    if _LENGTH_OF_BATCH.search(port.text(node)):
+        return Scale.COUNT
+    return Scale.UNKNOWN
 
-    def _is_size_of_all_data(self, node: Any) -> bool:
-        """Return True for len(…) that is computed once, at the top of the script: not of a batch."""
-        if not dotted(node):
-            return False
-        assignment = self._port.assigned(node)
-        if assignment is None or assignment.statement not in self._port.module.body:
-            return False
-        return "shape(" not in self._port.text(assignment.value)
 
-    def _of_call(self, call: Any) -> Scale:
-        word = self._port.called_word(call)
-        operand = None
-        if call.args:
-            operand = call.args[0].value
-        if word in ("reduce_mean", "reduce_sum"):
-            return self._of_reduction(call, word, operand)
-        if word == "compute_average_loss":
-            # The call divides by the global batch size if it is told that: then the ranks' losses add up.
-            if argument(call, "global_batch_size", 2) is None:
-                return Scale.MEAN
-            return Scale.SUM
-        if word in WORDS_BY_TOPIC["the same on all ranks"]:
-            return Scale.SHARED
-        if word in ("shape", "size", "len"):
-            if operand is not None and counts_replicas(self._port, operand):
-                return Scale.DEVICES
-            return Scale.COUNT
-        if word in WORDS_BY_TOPIC["keeps the scale of a loss"]:
-            return self.scale(operand)
-        return self._of_function(call, word, operand)
+def _of_name(port: Port, node: Any) -> Scale:
+    if isinstance(node, cst.Attribute) and node.attr.value == "num_replicas_in_sync":
+        return Scale.REPLICAS
+    scale = _of_all(port, port.origins(node))
+    # A number such as num_gpus = len(gpus) may be another one on the ranks.
+    if scale is not Scale.REPLICAS and _DEVICES.search(last_word(dotted(node))):
+        return Scale.DEVICES
+    if scale is Scale.COUNT and _is_size_of_all_data(port, node):
+        return Scale.SHARED
+    if scale is Scale.UNKNOWN and _NUMBER.match(last_word(dotted(node))):
+        # Only the name tells: config.batch_size, or an argument alpha.
+        return Scale.SHARED
+    return scale
 
-    def _of_reduction(self, call: Any, word: str, operand: Any) -> Scale:
-        inner = self.scale(operand)
-        if inner in (*_NUMBERS, Scale.SHARED):
-            # A reduction of a single number changes nothing.
-            return inner
-        axis = argument(call, "axis", 1) or argument(call, "reduction_indices")
-        if axis is not None and "0" not in self._port.text(axis):
-            # The samples, which are axis 0, stay.
-            return Scale.EACH
-        if word == "reduce_mean":
+
+def _of_all(port: Port, origins: Iterable) -> Scale:
+    """Return the scale of several values that one expression may have; UNKNOWN if they differ."""
+    scales = {scaling(port, origin) for origin in origins}
+    if Scale.DEVICES in scales:
+        return Scale.DEVICES
+    if len(scales) != 1:
+        return Scale.UNKNOWN
+    return scales.pop()
+
+
+def _is_size_of_all_data(port: Port, node: Any) -> bool:
+    """Return True for len(…) that is computed once, at the top of the script: not of a batch."""
+    if not dotted(node):
+        return False
+    assignment = port.assigned(node)
+    if assignment is None or assignment.statement not in port.module.body:
+        return False
+    return "shape(" not in port.text(assignment.value)
+
+
+def _of_call(port: Port, call: Any) -> Scale:
+    word = port.called_word(call)
+    operand = None
+    if call.args:
+        operand = call.args[0].value
+    if word in ("reduce_mean", "reduce_sum"):
+        return _of_reduction(port, call, word, operand)
+    if word == "compute_average_loss":
+        # The call divides by the global batch size if it is told that: then the ranks' losses add up.
+        if argument(call, "global_batch_size", 2) is None:
             return Scale.MEAN
         return Scale.SUM
-
-    def _of_function(self, call: Any, word: str, operand: Any) -> Scale:
-        name = self._port.name(call.func)
-        if name.startswith("tensorflow.") and word in _OPERATORS and len(call.args) > 1:
-            left_scale = self.scale(operand)
-            right_scale = self.scale(call.args[1].value)
-            return _combined(_OPERATORS[word](), left_scale, right_scale)
-        if name.startswith("keras.losses.") and ".v1" in self._port.text(call.func):
-            # The functions of tf.compat.v1.losses reduce by themselves.
-            return Scale.MEAN
-        if name.startswith(("keras.", "tensorflow.", "numpy.")):
-            return self._of_samples(word, operand)
-        if word in ("compiled_loss", "compute_loss") and not self._port.callees(call):
-            # Keras's own method of the model, whose result is a mean.
-            return Scale.MEAN
-        if self._port.maker(call.func).startswith("keras.losses."):
-            return self._of_loss_object(call)
-        return self._of_all(self._port.origins(call))
-
-    def _of_samples(self, word: str, operand: Any) -> Scale:
-        """Return the scale of a function of a library, most of which work on each sample."""
-        scale = self.scale(operand)
-        if scale in (Scale.REPLICAS, Scale.DEVICES):
+    if word in WORDS_BY_TOPIC["the same on all ranks"]:
+        return Scale.SHARED
+    if word in ("shape", "size", "len"):
+        if operand is not None and counts_replicas(port, operand):
             return Scale.DEVICES
-        # The root of a mean, or the largest sample, is neither the sum nor the mean of the ranks' values.
-        if scale in _NUMBERS or word.startswith("reduce_"):
-            return Scale.UNKNOWN
-        return Scale.EACH
+        return Scale.COUNT
+    if word in WORDS_BY_TOPIC["keeps the scale of a loss"]:
+        return scaling(port, operand)
+    return _of_function(port, call, word, operand)
 
-    def _of_loss_object(self, call: Any) -> Scale:
-        """Return the scale of ``criterion(y, x)``, by the reduction with which the object was made."""
-        maker = call.func
-        if not isinstance(maker, cst.Call):
-            maker = self._port.origins(maker)[0]
-        text = self._port.text(argument(maker, "reduction"))
-        # The last word is enough: of tf.keras.losses.Reduction.SUM it is SUM.
-        reduction = last_word(text.lower().strip("\"'"))
-        return {"none": Scale.EACH, "sum": Scale.SUM}.get(reduction, Scale.MEAN)
+
+def _of_reduction(port: Port, call: Any, word: str, operand: Any) -> Scale:
+    inner = scaling(port, operand)
+    if inner in (*_NUMBERS, Scale.SHARED):
+        # A reduction of a single number changes nothing.
+        return inner
+    axis = argument(call, "axis", 1) or argument(call, "reduction_indices")
+    if axis is not None and "0" not in port.text(axis):
+        # The samples, which are axis 0, stay.
+        return Scale.EACH
+    if word == "reduce_mean":
+        return Scale.MEAN
+    return Scale.SUM
+
+
+def _of_function(port: Port, call: Any, word: str, operand: Any) -> Scale:
+    name = port.name(call.func)
+    if name.startswith("tensorflow.") and word in _OPERATORS and len(call.args) > 1:
+        left_scale = scaling(port, operand)
+        right_scale = scaling(port, call.args[1].value)
+        return _combined(_OPERATORS[word](), left_scale, right_scale)
+    if name.startswith("keras.losses.") and ".v1" in port.text(call.func):
+        # The functions of tf.compat.v1.losses reduce by themselves.
+        return Scale.MEAN
+    if name.startswith(("keras.", "tensorflow.", "numpy.")):
+        return _of_samples(port, word, operand)
+    if word in ("compiled_loss", "compute_loss") and not port.callees(call):
+        # Keras's own method of the model, whose result is a mean.
+        return Scale.MEAN
+    if port.maker(call.func).startswith("keras.losses."):
+        return _of_loss_object(port, call)
+    return _of_all(port, port.origins(call))
+
+
+def _of_samples(port: Port, word: str, operand: Any) -> Scale:
+    """Return the scale of a function of a library, most of which work on each sample."""
+    scale = scaling(port, operand)
+    if scale in (Scale.REPLICAS, Scale.DEVICES):
+        return Scale.DEVICES
+    # The root of a mean, or the largest sample, is neither the sum nor the mean of the ranks' values.
+    if scale in _NUMBERS or word.startswith("reduce_"):
+        return Scale.UNKNOWN
+    return Scale.EACH
+
+
+def _of_loss_object(port: Port, call: Any) -> Scale:
+    """Return the scale of ``criterion(y, x)``, by the reduction with which the object was made."""
+    maker = call.func
+    if not isinstance(maker, cst.Call):
+        maker = port.origins(maker)[0]
+    text = port.text(argument(maker, "reduction"))
+    # The last word is enough: of tf.keras.losses.Reduction.SUM it is SUM.
+    reduction = last_word(text.lower().strip("\"'"))
+    return {"none": Scale.EACH, "sum": Scale.SUM}.get(reduction, Scale.MEAN)
 
 
 def _combined(operator: Any, left_scale: Scale, right_scale: Scale) -> Scale:

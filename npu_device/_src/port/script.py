@@ -34,24 +34,18 @@ _SCOPES = (cst.Module, *DEFINITIONS)
 BLOCKS = (cst.Module, cst.IndentedBlock)
 
 
-class Portion(NamedTuple):
-    """Which part of an assigned value a name gets: the whole, or one element, or something that isn't known."""
-
-    is_known: bool
-    position: int | None = None  # position of the element, if a tuple is assigned
-
-
-_WHOLE = Portion(True)
-_UNKNOWN = Portion(False)
-
-
 class Assignment(NamedTuple):
-    """One assignment to a name."""
+    """One assignment to a name.
+
+    Attributes:
+        value: the expression; a statement if it isn't known which of its values the name gets.
+        position: of the element that the name gets, if the expression gives several; None for the whole.
+    """
 
     value: Any
     statement: Any
     scope: Any
-    portion: Portion
+    position: int | None
 
 
 class Script:
@@ -87,10 +81,10 @@ class Script:
                 self._read_import(node)
             elif isinstance(node, cst.Assign):
                 for target in node.targets:
-                    self._read_assignment(target.target, node.value, node, _WHOLE)
+                    self._read_assignment(target.target, node.value, node)
             elif isinstance(node, (cst.For, cst.AugAssign)):
                 # A loop or += gives the name another value than the expression has.
-                self._read_assignment(node.target, node, node, _UNKNOWN)
+                self._read_assignment(node.target, node, node)
 
     def _read_import(self, node: Any) -> None:
         package = ""
@@ -104,33 +98,35 @@ class Script:
             name = ".".join(filter(None, (package, dotted(alias.name))))
             self.imported.append((name, node))
 
-    def _read_assignment(self, target: Any, value: Any, node: Any, portion: Portion) -> None:
+    def _read_assignment(
+        self, target: Any, value: Any, node: Any, position: int | None = None
+    ) -> None:
         if isinstance(target, (cst.Tuple, cst.List)):
-            self._read_unpacking(target, value, node, portion)
+            self._read_unpacking(target, value, node, position)
             return
         name = dotted(target)
         if not name:
             return
         full_name = self.name(value)
         # A name may stand for an import: keras = tf.keras
-        if full_name and portion == _WHOLE and isinstance(target, cst.Name):
+        if full_name and position is None and isinstance(target, cst.Name):
             self._aliases.update(dict.fromkeys(self._local_names(target), full_name))
-        assignment = Assignment(value, self.statement(node), self.scope(node), portion)
+        assignment = Assignment(value, self.statement(node), self.scope(node), position)
         self._assignments.setdefault(name, []).append(assignment)
 
-    def _read_unpacking(self, target: Any, value: Any, node: Any, portion: Portion) -> None:
+    def _read_unpacking(self, target: Any, value: Any, node: Any, position: int | None) -> None:
         pairs_up = isinstance(value, cst.Tuple) and len(value.elements) == len(target.elements)
         targets = [element.value for element in target.elements]
         for index, inner_target in enumerate(targets):
             # Both sides have the same number of elements: a, b = x, y
             if pairs_up:
-                self._read_assignment(inner_target, value.elements[index].value, node, _WHOLE)
-            elif portion == _WHOLE:
+                self._read_assignment(inner_target, value.elements[index].value, node)
+            elif position is None:
                 # The elements come from one value: a, b = f()
-                self._read_assignment(inner_target, value, node, Portion(True, index))
+                self._read_assignment(inner_target, value, node, index)
             else:
                 # Nested targets aren't followed: a, (b, c) = f()
-                self._read_assignment(inner_target, value, node, _UNKNOWN)
+                self._read_assignment(inner_target, node, node)
 
     # Nodes and their places
 
@@ -252,11 +248,11 @@ class Script:
             if not takers:
                 return []
             return list(self._arguments(name, takers[0]))
-        if assignment.portion == _WHOLE:
-            return [assignment.value]
-        position = assignment.portion.position
-        if position is None:
+        if not isinstance(assignment.value, cst.BaseExpression):
             return []
+        position = assignment.position
+        if position is None:
+            return [assignment.value]
         origins = []
         for origin in self.origins(assignment.value):
             # a, b = f(), where f returns x, y

@@ -137,7 +137,7 @@ class _Reader:
         if not isinstance(value, cst.Call):
             return isinstance(value, cst.ListComp)
         # Several values are a batch and its labels: x, y = batch_of(step)
-        if assignment.portion.position is not None or method(value) in WORDS_BY_TOPIC["draws"]:
+        if assignment.position is not None or method(value) in WORDS_BY_TOPIC["draws"]:
             return True
         # One value may be a rate: rate = schedule(epoch)
         feed = self._of_operands([arg.value for arg in value.args])

@@ -319,7 +319,7 @@ def _gradient(port: Port, node: Any) -> Any:
 
 def _is_clipped(assignment: Assignment) -> bool:
     """Return True for gradients that ``gradients, norm = tf.clip_by_global_norm(…)`` has clipped."""
-    return assignment.portion.position == 0 and method(assignment.value) == "clip_by_global_norm"
+    return assignment.position == 0 and method(assignment.value) == "clip_by_global_norm"
 
 
 def _broadcast(port: Port, call: Any) -> None:

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from random import Random
 
 from npu_device._src.testing import hosts
 from npu_device._src.testing.faults import SIGNALS
@@ -178,14 +179,11 @@ def _run(options: argparse.Namespace, directory: Path, seconds: float) -> tuple[
         if set(CHANGES) & set(options.faults):
             fewest = 1
         between = stack.enter_context(_network(options)(options.hosts, fewest))
-
-        def command(node: int) -> list[str]:
-            return between.command(node, _NPURUN, words)
-
-        launchers = Launchers(options.hosts, command, environment, directory)
-        stack.enter_context(launchers)
+        commands = [between.command(node, _NPURUN, words) for node in range(options.hosts)]
+        launchers = stack.enter_context(Launchers(commands, environment, directory))
+        random = Random(options.seed)
         faults = RandomFaults(
-            launchers, between, options.mtbf, options.seed, options.faults, options.longest, _say
+            launchers, between, options.mtbf, random, list(options.faults), options.longest
         )
         thread = threading.Thread(target=faults.run, args=(seconds,))
         thread.start()
@@ -198,10 +196,6 @@ def _run(options: argparse.Namespace, directory: Path, seconds: float) -> tuple[
             faults.job_has_ended.set()
             thread.join()
     return code, faults
-
-
-def _say(text: str) -> None:
-    print(f"soak: {text}", flush=True)
 
 
 def _outcome(options: argparse.Namespace, directory: Path) -> bytes | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from contextlib import ExitStack
 
 from npu_device._src.cluster.time_limits import PROXY_DELAY_SECONDS
 from npu_device._src.membership.rank_environment import free_port
@@ -16,23 +16,21 @@ FAULTS = ("drop", "delay", "reset", "half-close")
 _GBIT = 10.0
 
 
-class Here:
-    """This host as a node of a cluster: connections of its processes to other hosts can be reset and half-closed."""
+class Here(ExitStack):
+    """This host as a node of a cluster: connections of its processes to other hosts can be reset and half-closed.
+
+    As a context manager, it removes the network that it has made.
+    """
 
     faults: Sequence[str] = ("reset", "half-close")
 
     def __init__(self, count: int, fewest: int) -> None:
+        super().__init__()
         self.nodes: Sequence[int] = range(count)
         # With how many nodes the job goes on.
         self._nnodes = str(count)
         if fewest < count:
             self._nnodes = f"{fewest}:{count}"
-
-    def __enter__(self) -> Here:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return None
 
     def command(self, node: int, npurun: Sequence[str], arguments: Sequence[str]) -> list[str]:
         return [*npurun, *arguments]
@@ -63,14 +61,7 @@ class Namespaces(Here):
 
     def __init__(self, count: int, fewest: int) -> None:
         super().__init__(count, fewest)
-        self._hosts = hosts.hosts(count, _GBIT)
-
-    def __enter__(self) -> Namespaces:
-        self._hosts.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._hosts.__exit__(*error)
+        self.enter_context(hosts.hosts(count, _GBIT))
 
     def command(self, node: int, npurun: Sequence[str], arguments: Sequence[str]) -> list[str]:
         options = self._options(node, hosts.address(0))
@@ -108,11 +99,6 @@ class Proxies(Here):
         self._port = free_port()
         self._forward(self._port)
 
-    def __exit__(self, *_: object) -> None:
-        for proxies in self._proxies.values():
-            for proxy in proxies:
-                proxy.close()
-
     def command(self, node: int, npurun: Sequence[str], arguments: Sequence[str]) -> list[str]:
         options = self._options(node, _address(node))
         return [*npurun, *options, "--master-port", str(self._port), *arguments]
@@ -142,7 +128,9 @@ class Proxies(Here):
     def _forward(self, port: int) -> None:
         self._forwarded.add(port)
         for node, proxies in self._proxies.items():
-            proxies.append(Proxy(_address(0), port, (_address(node), port)))
+            proxy = Proxy(_address(0), port, (_address(node), port))
+            self.callback(proxy.close)
+            proxies.append(proxy)
 
 
 def _address(node: int) -> str:

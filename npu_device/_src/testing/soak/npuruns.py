@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -13,38 +13,30 @@ from npu_device._src.cluster.time_limits import RECOVERY_SECONDS
 CHANGES = ("leave", "join")
 
 
-class Launchers:
+class Launchers(ExitStack):
     """Starts npurun on each node; a context manager that waits for all of them.
 
     Args:
-        count: number of nodes.
-        command: returns the command line for a node.
+        commands: the command line for each node.
         environment: of all nodes.
         directory: for their output.
     """
 
     def __init__(
         self,
-        count: int,
-        command: Callable[[int], Sequence[str]],
+        commands: Sequence[Sequence[str]],
         environment: dict[str, str],
         directory: Path,
     ) -> None:
-        self._command = command
+        super().__init__()
+        self._commands = commands
         self._environment = environment
         self._directory = directory
-        self._stack = ExitStack()
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         # Nodes that have left, or joined again: the job doesn't depend on them.
         self._free = set[int]()
-        for node in range(count):
+        for node in range(len(commands)):
             self._start(node)
-
-    def __enter__(self) -> Launchers:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
 
     @property
     def pids(self) -> dict[int, int]:
@@ -91,12 +83,12 @@ class Launchers:
     def _start(self, node: int) -> None:
         path = self._directory / f"output{node or ''}"
         # A node that comes back writes below what it wrote before.
-        output = self._stack.enter_context(path.open("ab"))
+        output = self.enter_context(path.open("ab"))
         process = subprocess.Popen(
-            self._command(node),
+            self._commands[node],
             env=self._environment,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
         )
-        self._processes[node] = self._stack.enter_context(process)
+        self._processes[node] = self.enter_context(process)

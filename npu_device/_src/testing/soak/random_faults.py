@@ -5,13 +5,12 @@ Nothing here knows what the ranks do.
 
 from __future__ import annotations
 
-import random
 import subprocess
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Callable
+from dataclasses import dataclass, field
+from random import Random
 
 from npu_device._src.cluster.time_limits import (
     FAULT_POLL_SECONDS,
@@ -50,37 +49,22 @@ class Disturbance:
     recovered: float | None = None
 
 
+@dataclass
 class RandomFaults:
-    """Faults at random times; the intervals, kinds and places follow from the seed.
+    """Faults at random times; the intervals, kinds and places follow from the random numbers."""
 
-    Attributes:
-        disturbances: the faults so far.
-        attempt: how often the job has been started again, as far as seen.
-        job_has_ended: set by whoever waits for the job.
-    """
-
-    def __init__(
-        self,
-        launchers: Launchers,
-        network: Here,
-        mtbf: float,
-        seed: int,
-        faults: Sequence[str],
-        longest: float,
-        say: Callable[[str], None],
-    ) -> None:
-        self.disturbances: list[Disturbance] = []
-        self.attempt = 0
-        self.job_has_ended = threading.Event()
-        self._launchers = launchers
-        self._network = network
-        self._mtbf = mtbf
-        self._random = random.Random(seed)
-        self._faults = list(faults)
-        self._longest_seconds = longest
-        self._say = say
-        self._began = 0.0
-        self._settled = 0.0
+    _launchers: Launchers
+    _network: Here
+    _mtbf: float
+    _random: Random
+    _faults: list[str]  # those that aren't possible here are removed
+    _longest_seconds: float
+    disturbances: list[Disturbance] = field(default_factory=list)  # the faults so far
+    attempt: int = 0  # how often the job has been started again, as far as seen
+    # Set by whoever waits for the job.
+    job_has_ended: threading.Event = field(default_factory=threading.Event)
+    _began: float = 0.0
+    _settled: float = 0.0
 
     def run(self, seconds: float) -> None:
         """Make faults for some seconds from the start of the ranks; watch the ranks until the job is over."""
@@ -111,51 +95,37 @@ class RandomFaults:
         victim = ranks[int(share * len(ranks))]
         node = nodes[int(share * len(nodes))]
         where = f"node {node}"
-        if fault in SIGNALS:
-            where = f"rank {victim.rank}"
         after = time.monotonic() - self._began
-        disturbance = Disturbance(after, fault, where, self.attempt)
-        duration = ""
-        if fault in CHANGES:
-            self._change(fault, share, disturbance)
-            return
-        if fault in _LASTING:
-            disturbance.seconds = seconds
-            duration = f" for {seconds:.1f} s"
         try:
             if fault in SIGNALS:
+                where = f"rank {victim.rank}"
                 strike(fault, victim.pid, seconds)
+            elif fault in CHANGES:
+                where = f"node {self._launchers.change(fault, share)}"
             else:
                 launcher = self._launchers.pids[node]
                 # npurun's children without a command line have ended.
                 children = (pid for pid, command in children_of(launcher).items() if command)
                 self._network.begin(fault, node, [launcher, *children])
         except (ProcessLookupError, KeyError):
-            # The process has ended, or isn't connected yet.
+            # The process has ended, or isn't connected yet; or no node can leave or join.
             return
         except (OSError, subprocess.CalledProcessError) as error:
-            self._say(f"{fault} is not possible here, and left out from now on: {error}")
+            _say(f"{fault} is not possible here, and left out from now on: {error}")
             self._faults.remove(fault)
             return
-        disturbance.has_ended = fault == "kill"
+        disturbance = Disturbance(after, fault, where, self.attempt, has_ended=fault == "kill")
+        duration = ""
+        if fault in _LASTING:
+            disturbance.seconds = seconds
+            duration = f" for {seconds:.1f} s"
         self.disturbances.append(disturbance)
-        self._say(f"{after:7.1f} s: {fault} {where}{duration}")
+        _say(f"{after:7.1f} s: {fault} {where}{duration}")
         self._watch(time.monotonic() + disturbance.seconds)
-        if fault not in SIGNALS:
+        if fault in self._network.faults:
             self._network.end(fault, node)
             # An attempt may still end of the fault until then.
             self._settled = time.monotonic() + SETTLING_SECONDS
-
-    def _change(self, change: str, share: float, disturbance: Disturbance) -> None:
-        """Let a node leave or join."""
-        try:
-            node = self._launchers.change(change, share)
-        except ProcessLookupError:
-            # All nodes are there, or none but node 0.
-            return
-        disturbance.where = f"node {node}"
-        self.disturbances.append(disturbance)
-        self._say(f"{disturbance.after:7.1f} s: {change} {disturbance.where}")
 
     def _is_settled(self) -> bool:
         return time.monotonic() >= self._settled or self.disturbances[-1].recovered is not None
@@ -193,6 +163,10 @@ class RandomFaults:
         ranks = [rank for launcher in self._launchers.pids.values() for rank in ranks_of(launcher)]
         self._network.follow(ranks)
         return ranks
+
+
+def _say(text: str) -> None:
+    print(f"soak: {text}", flush=True)
 
 
 def _is_whole(ranks: Sequence[Rank]) -> bool:
