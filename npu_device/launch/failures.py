@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from npu_device._src.cluster.root_error import root_error
-from npu_device._src.cluster.tracebacks import PrintedError, from_record, is_user_file, parse
+from npu_device._src.cluster.tracebacks import PrintedError, is_user_file, parse
 from npu_device._src.wording import counted
 from npu_device.launch.events import Exit
 
@@ -124,7 +124,7 @@ def _read(path: str) -> _Record:
         time=float(fields["time"]),
         error=str(fields["error"]),
         is_consequence=bool(fields["secondary"]),
-        errors=from_record(fields["errors"]),
+        errors=parse(str(fields["traceback"]).splitlines()),
     )
 
 

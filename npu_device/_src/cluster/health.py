@@ -30,7 +30,7 @@ from npu_device._src.cluster.time_limits import (
     FINISHED_NOTICE_SECONDS,
     NEWS_SECONDS,
 )
-from npu_device._src.cluster.tracebacks import errors_of, without_libraries
+from npu_device._src.cluster.tracebacks import parse, without_libraries
 from npu_device._src.whole_files import write_whole
 from npu_device._src.wording import counted, ranges, ranks_of
 
@@ -251,7 +251,7 @@ class Health:
             self._failure = self._failure or record["error"]
         if isinstance(error, KeyboardInterrupt) and self._previous_hook is sys.__excepthook__:
             # Who pressed Ctrl-C knows the cause, and each rank would print dozens of TensorFlow's frames.
-            text, _ = without_libraries(record["errors"])
+            text, _ = without_libraries(parse(record["traceback"].splitlines()))
             print(text, file=sys.stderr, flush=True)
             return
         self._previous_hook(error_type, error, trace)
@@ -280,22 +280,22 @@ class Health:
     def _record(self, error: BaseException, secondary: bool) -> Message:
         """Return what the launcher and the other ranks are told of an error."""
         text = "".join(traceback.format_exception_only(type(error), error))
+        lines = traceback.format_exception(type(error), error, error.__traceback__)
         return {
             "kind": "failed",
             "time": time.time(),
             "rank": self._cluster.rank,
             "host": socket.gethostname(),
             "error": root_error(text.strip()),
-            "errors": errors_of(error),
+            "traceback": "".join(lines),
             "secondary": secondary,
         }
 
     def _report_failure(self, record: Message) -> None:
-        event = dict(record)
-        text, _ = without_libraries(event.pop("errors"))
+        text, _ = without_libraries(parse(record["traceback"].splitlines()))
         # The last lines are enough to see where it failed; the output of the rank has all of it.
-        event["traceback"] = "\n".join(text.rstrip().splitlines()[-12:])
-        self._channel.notify("failed", event=event)
+        end = "\n".join(text.rstrip().splitlines()[-12:])
+        self._channel.notify("failed", event={**record, "traceback": end})
 
     def _write_record(self, record: Message) -> None:
         """Write the failure for the launcher, which prints the earliest one."""
