@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import os
 import sched
 import select
@@ -74,24 +75,19 @@ class Hub:
         except BaseException:
             text = f"the hub of the job (pid {os.getpid()}) failed:\n{traceback.format_exc()}"
             for client in self._rendezvous.arrivals():
-                self._send(client, frames.encode({"push": "end", "text": text}))
+                self._send_message(client, {"push": "end", "text": text})
             raise
 
     def _run_due(self) -> float | None:
         """Do what is due, once all that has been received is handled; return the seconds until more is due."""
-        time_now = time.monotonic()
-        # Clients stand in the order in which they came, and all have the same time, so the first one is due first.
-        while self._unproved and (oldest := next(iter(self._unproved))).until <= time_now:
-            self._close(oldest, _SILENT)
         if self._services is None:
-            self._check_rendezvous(time_now)
+            self._check_rendezvous(time.monotonic())
         # Run last, as what is done above may set timers.
-        waits = [self._timers.run(blocking=False)]
-        dues = [self._rendezvous.next_due()]
-        if self._unproved:
-            dues.append(next(iter(self._unproved)).until)
-        waits += [max(0.0, due - time_now) for due in dues if due is not None]
-        return min((seconds for seconds in waits if seconds is not None), default=None)
+        seconds = self._timers.run(blocking=False)
+        if self._rendezvous.is_waiting:
+            # What ends the waiting changes with each rank that comes or leaves.
+            return min(limits.WAITING_TICK_SECONDS, seconds or math.inf)
+        return seconds
 
     def _is_done(self) -> bool:
         if any(client.has_arrived for client in self._clients.values()):
@@ -118,10 +114,18 @@ class Hub:
         client = Client(accepted, ports.plain(peer[0]), self._secret)
         self._clients[accepted] = client
         self._unproved[client] = None
+        self._later(limits.PROOF_SECONDS, self._close_unproved, client)
         self._selector.register(accepted, selectors.EVENT_READ)
         # Clients that prove nothing can't take all descriptors: the oldest one has to go.
         if len(self._unproved) > max(_FEWEST_UNPROVED, 2 * self._settings["world_size"]):
-            self._close(next(iter(self._unproved)), _SILENT)
+            self._close_unproved(next(iter(self._unproved)))
+
+    def _close_unproved(self, client: Client) -> None:
+        if client in self._unproved:
+            self._close(client, _SILENT)
+
+    def _later(self, seconds: float, call: Callable[..., None], *arguments: Client | None) -> None:
+        self._timers.enter(seconds, 0, call, arguments)
 
     def _serve(self, client: Client, events: int) -> None:
         if events & selectors.EVENT_WRITE:
@@ -153,9 +157,9 @@ class Hub:
                 self._close(client, "talks another protocol")
 
     def _handle(self, client: Client, message: Message) -> None:
-        if client.state is State.UNPROVED:
+        if not client.handshake.is_proved:
             self._handle_handshake(client, message)
-        elif client.state is State.PROVED:
+        elif client.state is State.UNKNOWN:
             self._handle_hello(client, message)
         elif client.state is State.ARRIVED:
             if "stopping" in message and client.arrival.hello.is_chief:
@@ -170,10 +174,8 @@ class Hub:
         except UnprovedError:
             self._close(client, "could not prove that it knows the job secret")
             return
-        if client.handshake.is_proved:
-            client.state = State.PROVED
-            client.reader.limit = client.handshake.limit
-        self._send(client, frames.encode(reply))
+        client.reader.limit = client.handshake.limit
+        self._send_message(client, reply)
 
     def _send_message(self, client: Client, message: Message) -> None:
         self._send(client, frames.encode(message))
@@ -208,7 +210,7 @@ class Hub:
             return
         self._selector.modify(client.socket, selectors.EVENT_READ)
         if client.is_ending:
-            self._timers.enter(0.0, 0, self._close, (client, None))
+            self._later(0.0, self._close, client, None)
 
     def _close(self, client: Client, problem: str | None) -> None:
         """Close the connection of a client; ``problem`` is what was wrong if it wasn't a rank."""
@@ -268,10 +270,7 @@ class Hub:
             if client is not None:
                 self._send(client, frame)
 
-        def call_later(seconds: float, callback: Callable[[], None]) -> None:
-            self._timers.enter(seconds, 0, callback)
-
-        self._services = Services(hosts, processes, send_to_rank, call_later, self._say)
+        self._services = Services(hosts, processes, send_to_rank, self._later, self._say)
         on_loopback = ports.is_loopback(self._listener.getsockname()[0])
         roster = {
             "hosts": hosts,
@@ -293,8 +292,8 @@ class Hub:
     def _send_last(self, client: Client, message: Message) -> None:
         """Send a last message and close. A client that doesn't read it in time misses it."""
         client.is_ending = True
-        self._timers.enter(limits.LAST_MESSAGE_SECONDS, 0, self._close, (client, None))
-        self._send(client, frames.encode(message))
+        self._later(limits.LAST_MESSAGE_SECONDS, self._close, client, None)
+        self._send_message(client, message)
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ Source of the numbering without a rank table: Ascend's CM_* scheme (numeric orde
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 from collections import Counter
@@ -137,6 +138,16 @@ class Arrival:
             return (self.host, self.hello.device_id)
         return self.hello.rank
 
+    @property
+    def order(self) -> tuple:
+        """Return by what arrivals are sorted to be numbered: the rank; address and device without a rank table."""
+        if self.hello.rank is not None:
+            return (self.hello.rank,)
+        address_value = -1
+        with contextlib.suppress(ValueError):
+            address_value = int(ipaddress.ip_address(self.host))
+        return address_value, self.host, self.hello.device_id
+
 
 class Roster:
     """The ranks of a job.
@@ -239,10 +250,6 @@ class Roster:
 
     def _all_arrivals(self) -> list[Arrival]:
         return [arrival for rivals in self._arrivals.values() for arrival in rivals]
-
-    def sorted_arrivals(self) -> list[Arrival]:
-        """Return the arrivals by rank; by address and device where no rank table has numbered them."""
-        return sorted((rivals[0] for rivals in self._arrivals.values()), key=_sort_key)
 
     def absent_ranks(self) -> str:
         """Return the names of the ranks that haven't come, or only how many if the chief numbers them."""
@@ -381,14 +388,3 @@ _REMEDIES = {
         "output; start all ranks within HCCL_CONNECT_TIMEOUT seconds of each other, or raise this limit on all of them."
     ),
 }
-
-
-def _sort_key(arrival: Arrival) -> tuple[int, int, str, int]:
-    """Return by what arrivals are sorted to be numbered: the rank, or else address and device."""
-    if arrival.hello.rank is not None:
-        return arrival.hello.rank, 0, "", 0
-    try:
-        address_value = int(ipaddress.ip_address(arrival.host))
-    except ValueError:
-        address_value = -1
-    return 0, address_value, arrival.host, arrival.hello.device_id
