@@ -34,8 +34,7 @@ class _Collection:
     """Values of some ranks, as JSON texts: those of a gather, or the answers to a question."""
 
     def __init__(self, ranks: set[int], is_partial: bool) -> None:
-        self.ranks = ranks
-        self.awaited = set(ranks)
+        self.awaited = ranks
         # What has come is handed out at the end of the time, or when the missing ranks have gone.
         self.is_partial = is_partial
         self.is_over = False
@@ -174,11 +173,9 @@ class Services:
         seconds = _seconds_of(message)
         text = _text(message["value"])
         rank, _ = request
-        gather = self._collections.get(key)
-        if gather is None:
-            ranks = message["ranks"]
-            gather = _Collection(self._ranks(ranks), is_partial=ranks is not None)
-        if rank not in gather.ranks or (rank in gather.texts and not gather.is_over):
+        ranks = message["ranks"]
+        gather = self._collections.get(key) or _Collection(self._ranks(ranks), ranks is not None)
+        if rank not in gather.awaited and not gather.is_over:
             raise ValueError("not, or twice, in the gather")
         self._begin(key, gather, seconds)
         gather.add(rank, text)
@@ -192,11 +189,10 @@ class Services:
         seconds = _seconds_of(message)
         answers = self._collections.get(key)
         if answers is None:
-            ranks = self._ranks(message["ranks"])
-            answers = _Collection(ranks, True)
+            answers = _Collection(self._ranks(message["ranks"]), True)
             frame = frames.encode({"push": "question", "question": question})
             self._begin(key, answers, seconds)
-            for rank in ranks - self._absent:
+            for rank in answers.awaited - self._absent:
                 self._send(rank, frame)
         answers.waiting.append(request)
         self._settle(key)
