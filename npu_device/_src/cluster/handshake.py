@@ -222,10 +222,13 @@ def admit(connection: socket.socket, secret: bytes) -> tuple[TimedConnection, Me
 
 def resolve(host: str, port: int, seconds: float) -> list[tuple[int, tuple]]:
     """Return the families and socket addresses of a host, in limited time."""
-    with contextlib.suppress(ValueError):
+    look_up = partial(_looked_up, host, port)
+    try:
         ipaddress.ip_address(host)
-        return _addresses(_looked_up(host, port))
-    return _addresses(_in_time(partial(_looked_up, host, port), seconds))
+        infos = look_up()
+    except ValueError:
+        infos = _in_time(look_up, seconds)
+    return [(int(family), address) for family, _, _, _, address in infos]
 
 
 def full_name_of_this_host(seconds: float) -> str:
@@ -258,7 +261,3 @@ def _looked_up(host: str, port: int | None, flags: int = 0) -> list:
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise AttemptFailedError(f"the name can't be resolved ({reason})") from error
-
-
-def _addresses(infos: list) -> list[tuple[int, tuple]]:
-    return [(int(family), address) for family, _, _, _, address in infos]

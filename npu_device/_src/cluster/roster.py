@@ -316,7 +316,7 @@ class Roster:
                 f"{self._absent()} of {self._size}: missing (the chief would have numbered them)"
             )
         lines += self._strangers
-        for address, behaviour in list(self._unknown_clients.items())[-_UNKNOWN_SHOWN:]:
+        for address, behaviour in self._unknown_clients.items():
             lines.append(f"an unknown client at {address} {behaviour}; not counted")
         return lines
 
