@@ -200,49 +200,50 @@ def PartialDistributedGradientTape(
 
 @functools.cache
 def _distributed(original: Any) -> Any:
-    @compat.do_not_convert
-    def gradient(
-        self: Any,
-        target: Any,
-        sources: Any,
-        output_gradients: Any = None,
-        use_generic_names: bool = False,
-        **options: Any,
-    ) -> Any:
-        """Return the gradients, reduced over all ranks but for those of local sources."""
-        nested = original.gradient(self, target, sources, output_gradients, **options)
-        gradients = tf.nest.flatten(nested)
-        nested_sources = tf.nest.flatten(sources)
-        is_local = [self.npu_local.has(source) for source in nested_sources]
-        common = [gradient for gradient, local in zip(gradients, is_local) if not local]
-        # The gradients are reduced as one list, so that the split strategy sees all of them together.
-        reduced = iter(_reduced(common, *self.npu_settings) if common else ())
-        for position, local in enumerate(is_local):
-            if local:
+    class Tape(original):  # type: ignore[misc]
+        """A tape whose gradients are reduced."""
+
+        @compat.do_not_convert
+        def gradient(
+            self: Any,
+            target: Any,
+            sources: Any,
+            output_gradients: Any = None,
+            use_generic_names: bool = False,
+            **options: Any,
+        ) -> Any:
+            """Return the gradients, reduced over all ranks but for those of local sources."""
+            nested = original.gradient(self, target, sources, output_gradients, **options)
+            gradients = tf.nest.flatten(nested)
+            local = []
+            common = []
+            for position, source in enumerate(tf.nest.flatten(sources)):
+                if self.npu_local.has(source):
+                    local.append(position)
+                else:
+                    common.append(position)
+            for position in local:
                 gradients[position] = self.npu_local.scaled(gradients[position])
-            else:
-                gradients[position] = next(reduced)
-        return tf.nest.pack_sequence_as(nested, gradients)
+            if common:
+                # They are reduced as one list, so that the split strategy sees all of them together.
+                sent = [gradients[position] for position in common]
+                for position, reduced in zip(common, _reduced(sent, *self.npu_settings)):
+                    gradients[position] = reduced
+            return tf.nest.pack_sequence_as(nested, gradients)
 
-    def register_local_source(self: Any, source: Any) -> None:
-        """Leave the gradient of a variable to each rank."""
-        self.npu_local.add(source)
+        def register_local_source(self: Any, source: Any) -> None:
+            """Leave the gradient of a variable to each rank."""
+            self.npu_local.add(source)
 
-    @compat.do_not_convert
-    def get_local_and_global_gradients(
-        self: Any, target: Any, sources: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Return pairs of variable and gradient: those of local sources, and the others."""
-        pairs = list(zip(sources, self.gradient(target, sources, *args, **kwargs)))
-        local = []
-        common = []
-        for pair in pairs:
-            if self.npu_local.has(pair[0]):
-                local.append(pair)
-            else:
-                common.append(pair)
-        return local, common
+        @compat.do_not_convert
+        def get_local_and_global_gradients(
+            self: Any, target: Any, sources: Any, *args: Any, **kwargs: Any
+        ) -> Any:
+            """Return pairs of variable and gradient: those of local sources, and the others."""
+            pairs = list(zip(sources, self.gradient(target, sources, *args, **kwargs)))
+            local = [pair for pair in pairs if self.npu_local.has(pair[0])]
+            common = [pair for pair in pairs if not self.npu_local.has(pair[0])]
+            return local, common
 
-    methods = (gradient, register_local_source, get_local_and_global_gradients)
-    names = {method.__name__: method for method in methods}
-    return type(original.__name__, (original,), {**names, "__module__": original.__module__})
+    Tape.__name__ = original.__name__
+    return Tape
