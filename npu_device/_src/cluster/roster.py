@@ -9,7 +9,7 @@ import contextlib
 import ipaddress
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Union
 
@@ -84,11 +84,19 @@ class Hello:
         )
 
     @property
-    def signature(self) -> tuple:
-        """Return what must be the same on all ranks."""
-        versions = tuple(sorted(self.versions.items()))
-        settings = tuple(sorted(self.settings.items()))
-        return self.scheme, self.world_size, versions, settings
+    def compared(self) -> dict[tuple[str, str], str]:
+        """Return what must be the same on all ranks, by the problem that it is otherwise, and its name."""
+        texts = {("another scheme", ""): self.scheme}
+        texts["another world size", ""] = str(self.world_size)
+        for name, version in self.versions.items():
+            texts["another version", f"{name} "] = version
+        for name, setting in self.settings.items():
+            texts["another setting", f"{name} "] = setting
+        return texts
+
+    @property
+    def signature(self) -> frozenset:
+        return frozenset(self.compared.items())
 
 
 def start_time(pid: int) -> str:
@@ -163,7 +171,7 @@ class Roster:
         # Several arrivals of one key are a contradiction.
         self._arrivals: dict[_Key, list[Arrival]] = {}
         self._departures: dict[_Key, Arrival] = {}
-        self._signatures = Counter[tuple]()
+        self._signatures = Counter[frozenset]()
         self._strangers: dict[str, None] = {}  # ranks of other jobs, as lines of the error
         self._unknown_clients: dict[str, str] = {}
         self.reference: Hello | None = None
@@ -338,34 +346,22 @@ class Roster:
 
     def _differences(self, hello: Hello) -> list[tuple[str, str]]:
         """Return how a rank differs from the chief: each problem, a key of ``_REMEDIES``, with its details."""
-        chief = self.reference
-        assert chief is not None
+        assert self.reference is not None
+        texts = hello.compared
+        expected = self.reference.compared
         differences = []
-        if hello.scheme != chief.scheme:
-            differences.append(("another scheme", f"{hello.scheme} (the chief: {chief.scheme})"))
-        if hello.world_size != chief.world_size:
-            differences.append(
-                ("another world size", f"{hello.world_size} (the chief: {chief.world_size})")
-            )
-        for detail in _different(hello.versions, chief.versions):
-            differences.append(("another version", detail))
-        for detail in _different(hello.settings, chief.settings):
-            differences.append(("another setting", detail))
+        for key in {**expected, **texts}:
+            text = texts.get(key, "default")
+            expected_text = expected.get(key, "default")
+            if text != expected_text:
+                problem, name = key
+                differences.append((problem, f"{name}{text} (the chief: {expected_text})"))
         return differences
 
     def _rank_name(self, rank: int) -> str:
         if rank < len(self._expected_hosts):
             return f"rank {rank} on host {self._expected_hosts[rank]}"
         return f"rank {rank}"
-
-
-def _different(of_rank: Mapping[str, str], of_chief: Mapping[str, str]) -> Iterator[str]:
-    """Yield the names with different texts on a rank and on the chief."""
-    for name in sorted({*of_rank, *of_chief}):
-        text = of_rank.get(name, "default")
-        expected = of_chief.get(name, "default")
-        if text != expected:
-            yield f"{name} {text} (the chief: {expected})"
 
 
 # The most important contradiction comes first, and decides the remedy.
