@@ -53,6 +53,7 @@ import npu_device._api  # noqa: E402, F401
 from npu_device._src.compat.live_objects import freeze_modules  # noqa: E402
 from npu_device._src.membership.never_opened import warn_at_exit  # noqa: E402
 from npu_device._src.membership.parent_rank import mark_as_candidate  # noqa: E402
+from npu_device._src.whole_files import write_whole  # noqa: E402
 
 tf.keras.Sequential  # noqa: B018 - loads Keras 2, too
 # Only forks of this process are ranks.
@@ -111,9 +112,7 @@ def serve() -> dict[str, Any] | None:
 
 
 def _report(path: str, code: int) -> None:
-    # Renamed when it is whole, so that a reader finds no file, or all of it.
-    Path(path + ".part").write_text(f"{code} {time.monotonic()}")
-    os.replace(path + ".part", path)
+    write_whole(path, f"{code} {time.monotonic()}".encode())
 
 
 def become(order: dict[str, Any]) -> types.ModuleType:
