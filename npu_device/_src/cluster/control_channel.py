@@ -41,7 +41,7 @@ class ControlChannel:
         self._pid = os.getpid()
         self._sending = threading.Lock()
         self._request_ids = itertools.count(1)
-        self._waiting: dict[int, Future[Message | None]] = {}
+        self._waiting: dict[int, Future[Message]] = {}
         self._problem: str | None = None
         self._is_closed = False
         self.messages = 0
@@ -104,22 +104,20 @@ class ControlChannel:
     def _request(self, do: str, seconds: float, **fields: Any) -> Any:
         request_id = next(self._request_ids)
         limit = seconds + MARGIN_SECONDS  # the hub enforces the time itself, unless it is stopped
-        reply: Future[Message | None] = Future()
+        reply: Future[Message] = Future()
         # The reply is registered before the request is sent, as the answer may come at once.
         self._waiting[request_id] = reply
-        answer = None
         try:
             self._send({"id": request_id, "do": do, "seconds": seconds, **fields}, limit)
-            if self._problem is None:
-                answer = reply.result(limit)
+            if self._problem is not None:
+                raise PeerError(self._problem)
+            answer = reply.result(limit)
         except concurrent.futures.TimeoutError:
             raise PeerError(
                 self._problem or _stopped(f"has not answered for {limit:g} s ({do})")
             ) from None
         finally:
             self._waiting.pop(request_id, None)
-        if answer is None:
-            raise PeerError(self._problem or "the hub of the job is gone")
         if "error" in answer:
             errors = {"exists": KeyError, "late": TimeoutError, "gone": PeerError}
             error_type = errors.get(str(answer["error"]), ClusterError)
@@ -175,7 +173,7 @@ class ControlChannel:
         # The problem is set before the requests are woken: one that isn't in the list yet finds it after sending.
         self._problem = self._problem or reason
         for reply in list(self._waiting.values()):
-            reply.set_result(None)
+            reply.set_exception(PeerError(self._problem))
         if not self._is_closed:
             on_lost(self._problem)
 
