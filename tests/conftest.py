@@ -346,11 +346,12 @@ def nothing_is_left() -> Iterator[None]:
     before = leaks.held()
     yield
     left = leaks.left_since(before, _kept_for_other_tests)
-    of_pools = [process for pool in run.pools() for process in pool.processes]
+    of_pools = {process.pid for pool in run.pools() for process in pool.processes}
     left += [
-        f"rank {process.pid} runs: {process.name}"
-        for process in forked.running()
-        if process not in of_pools
+        f"rank {pid} runs"
+        for server in forked.servers()
+        for pid, command in leaks.children_of(server.pid).items()
+        if command and pid not in of_pools
     ]
     assert not left, "the test leaves\n" + "\n".join(left)
 

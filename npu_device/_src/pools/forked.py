@@ -35,7 +35,6 @@ _BLOCK_BYTES = 1 << 20
 _servers: dict[frozenset[tuple[str, str]], subprocess.Popen[str]] = {}
 _start_lock = threading.Lock()
 _numbers = itertools.count()
-_running: dict[int, ForkedProcess] = {}  # processes by their numbers, until their end has been seen
 
 
 @functools.cache
@@ -63,7 +62,6 @@ class ForkedProcess:
             folder = _directory()
         self._output = Path(folder) / f"{process_id}.log"
         self._status = Path(folder) / f"{process_id}.status"
-        self.name = " ".join(arguments)
         order = {
             "arguments": arguments,
             # Ranks that are killed leave temporary files, which are removed with this folder.
@@ -79,7 +77,6 @@ class ForkedProcess:
             self.pid = self._pid(json.dumps(order))
         self.returncode: int | None = None
         self.ended_at = 0.0  # time of the end, by time.monotonic()
-        _running[self.pid] = self
 
     def _pid(self, order: str) -> int:
         server = self._server
@@ -126,12 +123,10 @@ class ForkedProcess:
             # The system has killed it with its server, which writes no more; what it has written counts.
             self.returncode = -signal.SIGKILL
             self.ended_at = time.monotonic()
-            _running.pop(self.pid, None)
         if self.returncode in (None, -signal.SIGKILL) and self._status.exists():
             code, ended_at = self._status.read_text().split()
             self.returncode = int(code)
             self.ended_at = float(ended_at)
-            _running.pop(self.pid, None)
         return self.returncode
 
     def wait(self, timeout: float = 60) -> int:
@@ -208,10 +203,6 @@ def _server(environment: dict[str, str]) -> subprocess.Popen[str]:
             start_new_session=True,
         )
     return _servers[key]
-
-
-def running() -> list[ForkedProcess]:
-    return [process for process in list(_running.values()) if process.poll() is None]
 
 
 def servers() -> list[subprocess.Popen[str]]:
