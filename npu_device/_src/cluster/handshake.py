@@ -211,12 +211,12 @@ def admit(connection: socket.socket, secret: bytes) -> tuple[TimedConnection, Me
         AttemptFailedError, FrameError, UnprovedError: the client ends, talks another protocol, or proves nothing.
     """
     frames.keep_alive(connection)
-    handshake = ServerHandshake(secret, frames.LIMIT)
-    timed = TimedConnection(connection, handshake.limit)
+    handshake = ServerHandshake(secret)
+    timed = TimedConnection(connection, frames.LIMIT_BEFORE_PROOF)
     while not handshake.is_proved:
         message = timed.receive(ANSWER_SECONDS, silent="no answer", closed="it was closed")
         timed.send(handshake.answer(message))
-    timed.reader.limit = handshake.limit
+    timed.reader.limit = frames.LIMIT
     return timed, handshake.said
 
 

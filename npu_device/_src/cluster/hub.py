@@ -174,7 +174,8 @@ class Hub:
         except UnprovedError:
             self._close(client, "could not prove that it knows the job secret")
             return
-        client.reader.limit = client.handshake.limit
+        if client.handshake.is_proved:
+            client.reader.limit = frames.LIMIT_OF_HELLO
         self._send_message(client, reply)
 
     def _send_message(self, client: Client, message: Message) -> None:

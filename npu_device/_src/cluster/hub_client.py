@@ -31,8 +31,8 @@ class Client:
         self.state = State.UNKNOWN
         self.socket = connection
         self.address = address
-        self.handshake = ServerHandshake(secret, frames.LIMIT_OF_HELLO)
-        self.reader = frames.Reader(self.handshake.limit)
+        self.handshake = ServerHandshake(secret)
+        self.reader = frames.Reader(frames.LIMIT_BEFORE_PROOF)
         self.outbox = bytearray()
         self.is_ending = False
 
