@@ -95,7 +95,6 @@ class NPUBroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
 
     def __init__(self, root_rank: int | None = None, index: Any = None) -> None:
         self._root_rank = root_rank or 0
-        self._index = index
         self._broadcast: Any = None
 
     def begin(self) -> None:
@@ -103,7 +102,7 @@ class NPUBroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
         if job is not None and job.cluster.world_size > 1:
             _warn_if_unreduced(job)
             # The graph takes no operations once the session has been made.
-            self._broadcast = broadcast_global_variables(self._root_rank, self._index)
+            self._broadcast = broadcast_global_variables(self._root_rank)
 
     def after_create_session(self, session: Any, coord: Any) -> None:
         if self._broadcast is not None:
