@@ -14,7 +14,6 @@ import select
 import socket
 import threading
 import time
-import weakref
 from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import Any, Callable
@@ -45,9 +44,7 @@ class ControlChannel:
         self._problem: str | None = None
         self._is_closed = False
         self.messages = 0
-        # Python keeps what is registered for forks, and would keep the channel alive with it.
-        myself = weakref.ref(self)
-        os.register_at_fork(after_in_child=lambda: _close_in_fork(myself()))
+        os.register_at_fork(after_in_child=self._close_in_fork)
 
     def listen(self, on_push: Callable[[Message], None], on_lost: Callable[[str], None]) -> None:
         """Start receiving; ``on_push`` gets each message that isn't an answer, ``on_lost`` once why the hub is gone."""
@@ -100,6 +97,11 @@ class ControlChannel:
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+
+    def _close_in_fork(self) -> None:
+        """Close the copy of this forked child, or the hub would not see that the parent closes its end."""
+        self._problem = "this process is a fork of a rank, not a rank itself"
+        self.close()
 
     def _request(self, do: str, seconds: float, **fields: Any) -> Any:
         request_id = next(self._request_ids)
@@ -176,14 +178,6 @@ class ControlChannel:
             reply.set_exception(PeerError(self._problem))
         if not self._is_closed:
             on_lost(self._problem)
-
-
-def _close_in_fork(channel: ControlChannel | None) -> None:
-    """Close the copy of this forked child, or the hub would not see that the parent closes its end."""
-    if channel is not None:
-        channel._problem = "this process is a fork of a rank, not a rank itself"
-        channel._is_closed = True
-        channel._socket.close()
 
 
 def _stopped(how: str) -> str:

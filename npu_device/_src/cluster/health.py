@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 import traceback
-import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
 from types import TracebackType
@@ -33,6 +32,9 @@ from npu_device._src.cluster.time_limits import (
 from npu_device._src.cluster.tracebacks import parse, without_libraries
 from npu_device._src.whole_files import write_whole
 from npu_device._src.wording import counted, ranges, ranks_of
+
+# What TensorFlow says of a closed connection. It may learn of that before the hub has told that a rank is gone.
+_ABORTED = "Collective ops is aborted"
 
 # Name and members, since disjoint sets of ranks may use the same name.
 GroupId = tuple[str, tuple[int, ...]]
@@ -70,13 +72,9 @@ class Health:
         self._gave_up: str | None = None  # the reason, if this rank has stopped on its own
         # Returns how many transfers of collectives this rank has begun in each group.
         self.count_transfers: Callable[[], dict[GroupId, int]] = dict
-        # Each recognizes errors that only follow from the failure of another rank.
-        self.symptoms: list[Callable[[BaseException], bool]] = []
-        self._previous_hook = sys.excepthook
 
     def start(self) -> None:
-        myself = weakref.ref(self)
-        os.register_at_fork(after_in_child=lambda: _stop_in_fork(myself()))
+        os.register_at_fork(after_in_child=self._stop_in_fork)
         self._previous_hook = sys.excepthook
         sys.excepthook = self._on_uncaught
         self._channel.listen(self._on_push, self._on_lost)
@@ -258,13 +256,12 @@ class Health:
 
     def _is_secondary(self, error: BaseException) -> bool:
         """Return True if the failure of another rank, or of the hub, has caused an error."""
-        if (
+        return (
             self._failure is not None
             or isinstance(error, PeerError)
             or isinstance(error.__cause__, PeerError)
-        ):
-            return True
-        return any(is_symptom(error) for is_symptom in self.symptoms)
+            or _ABORTED in str(error)
+        )
 
     def give_up(self, error: BaseException) -> PeerError | None:
         """Close the channel because of an error, and tell the others. Return an earlier error of another rank."""
@@ -346,13 +343,11 @@ class Health:
         except ClusterError:
             return  # the hub is gone; there is no rank to wait for
 
-
-def _stop_in_fork(health: Health | None) -> None:
-    """Let collectives raise in this forked child, which has copies of the rank's memory and none of its threads."""
-    if health is not None:
-        health._lock = threading.Lock()  # a thread of the parent's may have held it
-        health._failure = (
-            f"this process ({os.getpid()}) is a forked child of {health._cluster.name} (process {health._pid}), and no "
+    def _stop_in_fork(self) -> None:
+        """Let collectives raise in this forked child, which has copies of the rank's memory and none of its threads."""
+        self._lock = threading.Lock()  # a thread of the parent's may have held it
+        self._failure = (
+            f"this process ({os.getpid()}) is a forked child of {self._cluster.name} (process {self._pid}), and no "
             "rank: it takes part in no collective operation.\n"
             "What to do: make the call in the process of the rank, outside of workers."
         )

@@ -11,7 +11,6 @@ import socket
 import termios
 import threading
 import time
-import weakref
 from collections import defaultdict, deque
 from queue import SimpleQueue
 from typing import Callable, NoReturn
@@ -51,8 +50,8 @@ class Peers:
         self._served: dict[int, SimpleQueue[tuple[int, socket.socket]]] = {}
         # Replaced, never changed, so that another thread may iterate over it.
         self.owned_connections = frozenset[socket.socket]()
-        myself = weakref.ref(self)
-        os.register_at_fork(after_in_child=lambda: _close_in_fork(myself()))
+        # The others would not see the connections close while a forked child has copies.
+        os.register_at_fork(after_in_child=self.close)
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -235,9 +234,3 @@ def _undelivered(connection: socket.socket) -> int:
     with contextlib.suppress(OSError, ValueError):
         fcntl.ioctl(connection, termios.TIOCOUTQ, count)
     return count[0]
-
-
-def _close_in_fork(peers: Peers | None) -> None:
-    """Close the copies of this forked child, or the others would not see the connections close."""
-    if peers is not None:
-        peers.close()
