@@ -3,8 +3,7 @@ imports take seconds, and tests start many ranks. It runs nothing itself, and ha
 fork could break.
 
 Reads one order per line from its standard input (see ``forked.py``), answers with the number of the process, and writes
-how and when it ended into the file that the order names. When the input ends, the server ends, and the system kills
-its ranks.
+how it ended into the file that the order names. When the input ends, the server ends, and the system kills its ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import select
 import signal
 import sys
 import tempfile
-import time
 import types
 from pathlib import Path
 from typing import Any
@@ -112,7 +110,7 @@ def serve() -> dict[str, Any] | None:
 
 
 def _report(path: str, code: int) -> None:
-    write_whole(path, f"{code} {time.monotonic()}".encode())
+    write_whole(path, str(code).encode())
 
 
 def become(order: dict[str, Any]) -> types.ModuleType:

@@ -76,7 +76,6 @@ class ForkedProcess:
             self._server = _server(environment)
             self.pid = self._pid(json.dumps(order))
         self.returncode: int | None = None
-        self.ended_at = 0.0  # time of the end, by time.monotonic()
 
     def _pid(self, order: str) -> int:
         server = self._server
@@ -122,11 +121,8 @@ class ForkedProcess:
         if self.returncode is None and self._server.poll() is not None:
             # The system has killed it with its server, which writes no more; what it has written counts.
             self.returncode = -signal.SIGKILL
-            self.ended_at = time.monotonic()
         if self.returncode in (None, -signal.SIGKILL) and self._status.exists():
-            code, ended_at = self._status.read_text().split()
-            self.returncode = int(code)
-            self.ended_at = float(ended_at)
+            self.returncode = int(self._status.read_text())
         return self.returncode
 
     def wait(self, timeout: float = 60) -> int:
@@ -203,10 +199,6 @@ def _server(environment: dict[str, str]) -> subprocess.Popen[str]:
             start_new_session=True,
         )
     return _servers[key]
-
-
-def servers() -> list[subprocess.Popen[str]]:
-    return list(_servers.values())
 
 
 def close() -> None:
