@@ -58,22 +58,13 @@ class BytesOnRequest:
         self._answers_after_end = False  # after its end, until the others have ended
         peers.serve(_STREAM_ID, self._serve)
 
-    def fetch(self, rank: int, keeper: int, key: Key) -> bytearray | memoryview | None:
-        """Return the bytes of a key of another rank; None if it doesn't have them. Raises PeerError if the rank can't
-        be reached, and hasn't handed its bytes over to the keeper.
-        """
-        return self._exchange(rank, keeper, key, None)
-
-    def give(self, rank: int, keeper: int, key: Key, content: memoryview) -> bool:
-        """Give another rank, or its keeper, the bytes of a key; return whether it can use them. Raises PeerError as
-        ``fetch`` does.
-        """
-        return self._exchange(rank, keeper, key, content) is not None
-
-    def _exchange(
-        self, rank: int, keeper: int, key: Key, content: memoryview | None
+    def exchange(
+        self, rank: int, keeper: int, key: Key, content: memoryview | None = None
     ) -> bytearray | memoryview | None:
-        """Return what a rank answers, or its keeper if it has ended."""
+        """Return the bytes of a key of another rank, None if it doesn't have them. Given bytes, put them in their
+        place, and return None if the rank can't use them. PeerError if the rank can't be reached, and hasn't handed its
+        bytes over to the keeper.
+        """
         with self._asking:
             try:
                 return self._ask(rank, key, content)
