@@ -81,7 +81,12 @@ class Hub:
     def _run_due(self) -> float | None:
         """Do what is due, once all that has been received is handled; return the seconds until more is due."""
         if self._services is None:
-            self._check_rendezvous(time.monotonic())
+            time_now = time.monotonic()
+            # The rendezvous ends when all ranks have come, the time is up, or they contradict each other.
+            if self._rendezvous.check_complete(time_now):
+                self._start_services()
+            elif (complaint := self._rendezvous.complaint(time_now)) is not None:
+                self._refuse_all(complaint)
         # Run last, as what is done above may set timers.
         seconds = self._timers.run(blocking=False)
         if self._rendezvous.is_waiting:
@@ -248,13 +253,6 @@ class Hub:
             raise frames.FrameError(str(error)) from error
         del self._unproved[client]
         self._rendezvous.receive(client, hello)
-
-    def _check_rendezvous(self, time_now: float) -> None:
-        """End the rendezvous when all ranks have come, the time is up, or they contradict each other."""
-        if self._rendezvous.check_complete(time_now):
-            self._start_services()
-        elif (complaint := self._rendezvous.complaint(time_now)) is not None:
-            self._refuse_all(complaint)
 
     def _start_services(self) -> None:
         """Give all ranks their numbers and the same roster, and serve them from now on."""
