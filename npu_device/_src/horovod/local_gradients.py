@@ -1,4 +1,4 @@
-"""Gradients that a rank keeps: those of several batches until they are reduced, and those of variables of its own."""
+"""Gradients that a rank keeps until they are reduced: those of several batches."""
 
 from __future__ import annotations
 
@@ -8,41 +8,10 @@ from typing import Any
 import tensorflow as tf
 
 from npu_device._src import compat
-from npu_device._src.gradients.reduction import weighted
-from npu_device._src.training.distribute import ranks
 from npu_device._src.training.watching.partial_sums import warn_of_file
 from npu_device._src.training.watching.wrapped_optimizers import reducer_of, reducing_optimizer
 
 _as_it_is = compat.do_not_convert
-
-
-class LocalSources:
-    """The variables that each rank trains by itself: their gradients aren't reduced.
-
-    Args:
-        scales: gradients are divided by the number of ranks. The losses of all ranks may depend on such a variable, and
-            its gradient is their sum.
-    """
-
-    def __init__(self, scales: bool) -> None:
-        self._factor = 1.0
-        if scales:
-            self._factor /= ranks.size()
-        self._variables: list = []
-
-    def add(self, variable: Any) -> None:
-        # The inner variable is kept, since Keras wraps it anew where a script asks for it.
-        self._variables.append(compat.inner_variable(variable))
-
-    def has(self, variable: Any) -> bool:
-        inner = compat.inner_variable(variable)
-        return any(inner is local for local in self._variables)
-
-    def scaled(self, gradient: Any) -> Any:
-        """Return the gradient of such a variable, as Horovod returns it."""
-        if gradient is None:
-            return None
-        return weighted(gradient, self._factor)
 
 
 def _dense(gradient: Any) -> Any:
