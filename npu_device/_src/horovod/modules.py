@@ -97,11 +97,7 @@ class _Finder:
         if submodule == own_name:
             return None
         instead = _INSTEAD.get(submodule.split(".", 1)[0])
-        if (
-            instead is None
-            and is_of_horovod
-            and importlib.util.find_spec(own_name) is None
-        ):
+        if instead is None and is_of_horovod and importlib.util.find_spec(own_name) is None:
             instead = (
                 "the modules are horovod.tensorflow, horovod.tensorflow.keras and horovod.keras; see "
                 + PAGE
