@@ -55,14 +55,7 @@ class TimedConnection:
             self.connection.settimeout(ANSWER_SECONDS)
             self.connection.sendall(frames.encode(message))
 
-    def receive(
-        self,
-        seconds: float,
-        *,
-        silent: str,
-        closed: str,
-        meanwhile: Callable[[], None] | None = None,
-    ) -> Message:
+    def receive(self, seconds: float, *, silent: str, closed: str) -> Message:
         until = time.monotonic() + seconds
         while True:
             try:
@@ -74,13 +67,10 @@ class TimedConnection:
             remaining = until - time.monotonic()
             if remaining <= 0:
                 raise AttemptFailedError(silent)
-            # Waits at most a second at a time, so that ``meanwhile`` is called in between.
-            self.connection.settimeout(min(1.0, remaining))
+            self.connection.settimeout(remaining)
             try:
                 received = self.connection.recv(1 << 16)
             except socket.timeout:
-                if meanwhile is not None:
-                    meanwhile()
                 continue
             except OSError:
                 received = b""

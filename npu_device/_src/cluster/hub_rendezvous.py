@@ -182,11 +182,11 @@ class HubRendezvous:
         return None
 
     def _report_progress(self, time_now: float) -> None:
-        """Tell the chief which ranks are missing."""
+        """Tell those who wait which ranks are missing."""
         self._next_progress = time_now + limits.NEXT_PROGRESS_SECONDS
+        absent = self.roster.absent_ranks()
         for client in self.arrivals():
-            if client.arrival.hello.is_chief:
-                self._send(client, {"waits_for": self.roster.absent_ranks()})
+            self._send(client, {"waits_for": absent})
 
     def tell_children(self) -> None:
         for child in self.children():

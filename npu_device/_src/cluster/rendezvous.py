@@ -218,16 +218,8 @@ class _HubSearch:
         silence = "no answer"
         closure = "the connection was closed without an answer: a hub that is ending"
         self.is_busy = False
-
-        def report() -> None:
-            # The chief isn't warned here: the hub tells it which ranks are missing.
-            if not self._hello.is_chief:
-                self._progress("has reached the chief, which waits for other ranks")
-
         while True:
-            answer = timed.receive(
-                seconds, silent=f"{silence}: the hub is stopped", closed=closure, meanwhile=report
-            )
+            answer = timed.receive(seconds, silent=f"{silence}: the hub is stopped", closed=closure)
             said: Any
             # The first key tells what the answer is.
             verdict, said = next(iter(answer.items()), ("", None))
@@ -240,12 +232,11 @@ class _HubSearch:
                     _log.warning(_CANDIDATE, os.getpid(), self._hello.candidate, wait)
             elif verdict == "waits_for":
                 waited = time.monotonic() - self.began
-                _log.warning(
-                    "after %.0f s: the chief waits for %s of job %r",
-                    waited,
-                    said,
-                    self._hello.job_id,
-                )
+                text = f"the chief waits for {said} of job {self._hello.job_id!r}"
+                # One line says which ranks are missing.
+                if not self._hello.is_chief:
+                    text = f"{self._name} has reached the chief, which waits for other ranks"
+                _log.warning("after %.0f s: %s", waited, text)
             elif verdict == "refused":
                 raise RendezvousError(str(said))
             elif verdict == "busy":
