@@ -25,7 +25,6 @@ from npu_device._src.cluster.rank_errors import ClusterError, PeerError
 from npu_device._src.cluster.root_error import root_error
 from npu_device._src.cluster.time_limits import (
     ALIVE_SECONDS,
-    CHECK_SECONDS,
     FINISHED_NOTICE_SECONDS,
     NEWS_SECONDS,
 )
@@ -68,7 +67,8 @@ class Health:
         self.on_question("alive", lambda _: True)
         self.on_question("clock", lambda _: time.time())
         self.is_closed = False  # True once this rank leaves
-        self._others_have_ended = threading.Event()
+        # Set when the others have ended, or the job has failed.
+        self._waits_for_nobody = threading.Event()
         self._gave_up: str | None = None  # the reason, if this rank has stopped on its own
         # Returns how many transfers of collectives this rank has begun in each group.
         self.count_transfers: Callable[[], dict[GroupId, int]] = dict
@@ -104,10 +104,8 @@ class Health:
 
     def wait_for_news(self) -> None:
         """Raise PeerError if the hub tells soon that a rank has ended: what usually is behind a lost connection."""
-        end = time.monotonic() + NEWS_SECONDS
-        while time.monotonic() < end:
-            self.require_running()
-            time.sleep(CHECK_SECONDS)
+        self._waits_for_nobody.wait(NEWS_SECONDS)
+        self.require_running()
 
     def stop(self, text: str) -> None:
         """End the collectives of this rank with an error of this text. The others are told it if the rank ends."""
@@ -148,7 +146,7 @@ class Health:
                 departed = set(ranks_of(ranks)) - {self._cluster.rank}
                 self._departed.update(dict.fromkeys(departed, issued))
             if len(self._departed) == self._cluster.world_size - 1:
-                self._others_have_ended.set()
+                self._waits_for_nobody.set()
         elif news == "failed":
             if message["event"]["rank"] != self._cluster.rank:
                 self._abort(self._failed_text(message["event"]))
@@ -178,8 +176,9 @@ class Health:
         return None
 
     def _on_lost(self, reason: str) -> None:
-        self._others_have_ended.set()
-        if not self.is_closed:
+        if self.is_closed:
+            self._waits_for_nobody.set()
+        else:
             self._abort(
                 f"{reason}: its process ended or was killed, or its host, {self._cluster.hosts[0]}, can't be reached "
                 f"any more (seen by {self._cluster.name}).\n"
@@ -192,8 +191,7 @@ class Health:
                 return False
             self._failure = text
             callbacks = list(self._stop_callbacks)
-        # After a failure, this rank waits for no other one to finish.
-        self._others_have_ended.set()
+        self._waits_for_nobody.set()
         for callback in callbacks:
             callback(text)
         return True
@@ -326,7 +324,7 @@ class Health:
         answered_at = time.monotonic()
         notice = f"npu_device: rank {self._cluster.rank} has finished and is waiting for"
         try:
-            while not self._others_have_ended.wait(FINISHED_NOTICE_SECONDS):
+            while not self._waits_for_nobody.wait(FINISHED_NOTICE_SECONDS):
                 everyone = range(self._cluster.world_size)
                 waiting = set(everyone).difference(self._departed, [self._cluster.rank])
                 if notice:
