@@ -48,7 +48,6 @@ class Hub:
         self._selector.register(parent, selectors.EVENT_READ, self._read_from_parent)
         self._parent: int | None = parent
         self._clients: dict[socket.socket, Client] = {}
-        self._unproved: dict[Client, None] = {}
         self._timers = sched.scheduler(time.monotonic)
         self._is_over = False
         self._begin()
@@ -59,7 +58,6 @@ class Hub:
             self._settings, clients, self._send_message, self._send_last
         )
         self._services: Services | None = None
-        self._by_rank: list[Client | None] = []
 
     def run(self) -> None:
         try:
@@ -118,15 +116,15 @@ class Hub:
         frames.keep_alive(accepted)
         client = Client(accepted, ports.plain(peer[0]), self._secret)
         self._clients[accepted] = client
-        self._unproved[client] = None
         self._later(limits.PROOF_SECONDS, self._close_unproved, client)
         self._selector.register(accepted, selectors.EVENT_READ)
         # Clients that prove nothing can't take all descriptors: the oldest one has to go.
-        if len(self._unproved) > max(_FEWEST_UNPROVED, 2 * self._settings["world_size"]):
-            self._close_unproved(next(iter(self._unproved)))
+        unproved = [client for client in self._clients.values() if client.state is State.UNKNOWN]
+        if len(unproved) > max(_FEWEST_UNPROVED, 2 * self._settings["world_size"]):
+            self._close_unproved(unproved[0])
 
     def _close_unproved(self, client: Client) -> None:
-        if client in self._unproved:
+        if client.state is State.UNKNOWN:
             self._close(client, _SILENT)
 
     def _later(self, seconds: float, call: Callable[..., None], *arguments: Client | None) -> None:
@@ -224,13 +222,11 @@ class Hub:
             return
         self._selector.unregister(client.socket)
         client.socket.close()
-        self._unproved.pop(client, None)
         if client.state is State.RANK:
             assert self._services is not None
-            self._by_rank[client.rank] = None
             self._services.closed(client.rank)
             # The job is over with its last rank.
-            if not any(self._by_rank):
+            if not any(rival.state is State.RANK for rival in self._clients.values()):
                 self._end()
         elif client.state is State.ARRIVED:
             if not client.is_ending and self._services is None:
@@ -251,7 +247,6 @@ class Hub:
             hello = Hello.read(message.get("hello"))
         except frames.WRONG_FORM as error:
             raise frames.FrameError(str(error)) from error
-        del self._unproved[client]
         self._rendezvous.receive(client, hello)
 
     def _start_services(self) -> None:
@@ -260,13 +255,11 @@ class Hub:
         ranks = self._rendezvous.ranks
         hosts = self._rendezvous.hosts()
         processes = [client.arrival.hello.pid for client in ranks]
-        by_rank: list[Client | None] = list(ranks)
-        self._by_rank = by_rank
 
         # Timers of an earlier job reach nobody: its ranks have gone.
         def send_to_rank(rank: int, frame: bytes) -> None:
-            client = by_rank[rank]
-            if client is not None:
+            client = ranks[rank]
+            if client.socket in self._clients:
                 self._send(client, frame)
 
         self._services = Services(hosts, processes, send_to_rank, self._later, self._say)
