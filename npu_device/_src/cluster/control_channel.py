@@ -42,12 +42,11 @@ class ControlChannel:
         self._request_ids = itertools.count(1)
         self._waiting: dict[int, Future[Message]] = {}
         self._problem: str | None = None
-        self._is_closed = False
         self.messages = 0
         os.register_at_fork(after_in_child=self._close_in_fork)
 
     def listen(self, on_push: Callable[[Message], None], on_lost: Callable[[str], None]) -> None:
-        """Start receiving; ``on_push`` gets each message that isn't an answer, ``on_lost`` once why the hub is gone."""
+        """Start receiving; ``on_push`` gets each message that isn't an answer, ``on_lost`` once why the connection has ended."""
         start_thread("npu_device-channel", self._read, on_push, on_lost)
 
     def set(self, key: str, value: str) -> None:
@@ -91,7 +90,6 @@ class ControlChannel:
         self._send({"do": do, **fields}, SHORT_SECONDS)
 
     def close(self) -> None:
-        self._is_closed = True
         # A fork shares the connection: shutting it down there would end it for the rank, too.
         if os.getpid() == self._pid:
             with contextlib.suppress(OSError):
@@ -176,8 +174,7 @@ class ControlChannel:
         self._problem = self._problem or reason
         for reply in list(self._waiting.values()):
             reply.set_exception(PeerError(self._problem))
-        if not self._is_closed:
-            on_lost(self._problem)
+        on_lost(self._problem)
 
 
 def _stopped(how: str) -> str:
