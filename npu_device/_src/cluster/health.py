@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 import threading
 import time
@@ -277,10 +276,7 @@ class Health:
         text = "".join(traceback.format_exception_only(type(error), error))
         lines = traceback.format_exception(type(error), error, error.__traceback__)
         return {
-            "kind": "failed",
             "time": time.time(),
-            "rank": self._cluster.rank,
-            "host": socket.gethostname(),
             "error": root_error(text.strip()),
             "traceback": "".join(lines),
             "secondary": secondary,

@@ -7,7 +7,6 @@ with its job: when no client is connected and either its parent has ended or the
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import math
 import os
@@ -106,11 +105,9 @@ class Hub:
     def _accept(self) -> None:
         try:
             accepted, peer = self._listener.accept()
-        except OSError as error:
-            # The client has gone, or no file descriptor is free; both are temporary.
-            if error.errno in (errno.EMFILE, errno.ENFILE):
-                # The listener stays ready, so that the hub would spin without a pause.
-                time.sleep(limits.ACCEPT_PAUSE_SECONDS)
+        except OSError:
+            # No file descriptor is free, for a moment. The listener stays ready: the hub would spin without a pause.
+            time.sleep(limits.ACCEPT_PAUSE_SECONDS)
             return
         accepted.setblocking(False)
         frames.keep_alive(accepted)
