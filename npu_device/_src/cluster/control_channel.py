@@ -46,7 +46,7 @@ class ControlChannel:
         os.register_at_fork(after_in_child=self._close_in_fork)
 
     def listen(self, on_push: Callable[[Message], None], on_lost: Callable[[str], None]) -> None:
-        """Start receiving; ``on_push`` gets each message that isn't an answer, ``on_lost`` once why the connection has ended."""
+        """Start receiving; ``on_push`` gets each message that isn't an answer, ``on_lost`` once why none follows."""
         start_thread("npu_device-channel", self._read, on_push, on_lost)
 
     def set(self, key: str, value: str) -> None:
