@@ -205,7 +205,7 @@ def PartialDistributedGradientTape(
 
 @functools.cache
 def _distributed(original: Any) -> Any:
-    class Tape(original):  # type: ignore[misc]
+    class Tape(original):
         """A tape whose gradients are reduced."""
 
         @compat.do_not_convert
