@@ -41,9 +41,8 @@ class Peers:
         self._secret = secret
         self._pid = os.getpid()
         self._listener: socket.socket | None = None
-        self._opening = threading.Lock()
+        self._lock = threading.Lock()
         self._endpoints: dict[int, tuple[int, str]] = {}  # each rank's port and token
-        self._owning = threading.Lock()
         self._arrival = threading.Condition()
         self._arrived = defaultdict[tuple[int, int], deque[socket.socket]](deque)
         # By stream, for connections that aren't accepted, the queues of the threads that serve them.
@@ -82,7 +81,7 @@ class Peers:
 
     def open(self) -> None:
         """Let the other ranks connect, once. ClusterError if no port is free, or the hub has gone."""
-        with self._opening:
+        with self._lock:
             if self._listener is not None:
                 return
             allow_many_descriptors()
@@ -202,7 +201,7 @@ class Peers:
         connection.setblocking(False)
         # The hub detects a lost host, so that this connection needs no time limit of its own.
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)
-        with self._owning:
+        with self._lock:
             still_open = [owned for owned in self.owned_connections if owned.fileno() >= 0]
             self.owned_connections = frozenset([connection, *still_open])
         return connection

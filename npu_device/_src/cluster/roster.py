@@ -270,23 +270,23 @@ class Roster:
         """Return the text of the error: what happened, one line per rank, likely cause, what to do."""
         assert self.reference is not None
         problems = self._problems()
-        if problems == ["missing"]:
+        # Where ranks contradict each other, the count of the missing ones would be wrong anyway.
+        if problems:
+            headline = (
+                f"the ranks that came to job {self._job_id!r} don't match ({', '.join(problems)}):"
+            )
+        else:
+            problems = ["missing"]
             headline = (
                 f"EI0015: {self._absent()} of the {self._size} ranks of job {self._job_id!r} did not come within "
                 f"{self.reference.seconds:g} s (HCCL_CONNECT_TIMEOUT):"
-            )
-        else:
-            # Where ranks contradict each other, the count of the missing ones would be wrong anyway.
-            problems = [problem for problem in problems if problem != "missing"]
-            headline = (
-                f"the ranks that came to job {self._job_id!r} don't match ({', '.join(problems)}):"
             )
         lines = [f"  {line}" for line in self._lines()]
         remedies = [_REMEDIES[problem] for problem in problems]
         return "\n".join([headline, *lines, *remedies])
 
     def _problems(self) -> list[str]:
-        """Return the problems of all ranks, the most important one first."""
+        """Return how ranks contradict each other, the most important problem first."""
         problems = {
             problem
             for arrival in self._all_arrivals()
@@ -294,8 +294,6 @@ class Roster:
         }
         if self._has_doubles:
             problems.add("doubled rank")
-        if self._absent():
-            problems.add("missing")
         return [problem for problem in _REMEDIES if problem in problems]
 
     def _lines(self) -> list[str]:
