@@ -106,11 +106,8 @@ def serve() -> dict[str, Any] | None:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
                 break
-            _report(status_of.pop(pid), os.waitstatus_to_exitcode(status))
-
-
-def _report(path: str, code: int) -> None:
-    write_whole(path, str(code).encode())
+            code = os.waitstatus_to_exitcode(status)
+            write_whole(status_of.pop(pid), str(code).encode())
 
 
 def become(order: dict[str, Any]) -> types.ModuleType:
