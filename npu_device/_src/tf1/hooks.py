@@ -300,9 +300,9 @@ class IterationPerLoop:
             ValueError: ``train_op`` is not an operation.
         """
         _require_operation(train_op)
-
         # The inner run has to be fed with their values, which it can't see.
-        placeholders = _placeholders_before(train_op)
+        nodes = compat.walk([train_op], compat.producers)
+        placeholders = [node.outputs[0] for node in nodes if node.type.startswith("Placeholder")]
 
         def steps(*fed: np.ndarray) -> list[np.ndarray]:
             self._failure = None
@@ -360,15 +360,6 @@ def set_iteration_per_loop(sess: Any, train_op: Any, iterations_per_loop: int = 
     iterations = loop.create_iteration_per_loop_var(train_op)
     loop.load_iteration_per_loop_var(sess, iterations_per_loop)
     return iterations
-
-
-def _placeholders_before(operation: tf.Operation) -> list[tf.Tensor]:
-    """Return the placeholders that an operation needs. A nested run sees nothing that is fed to the outer one."""
-    placeholders = []
-    for source in compat.walk([operation], compat.producers):
-        if source.type.startswith("Placeholder"):
-            placeholders.append(source.outputs[0])
-    return placeholders
 
 
 def _require_operation(train_op: Any) -> None:
