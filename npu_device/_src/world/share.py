@@ -89,10 +89,6 @@ def lengths_of(batch: Any) -> list[Number]:
     return list(map(length_of, filter(_is_divisible, tf.nest.flatten(batch))))
 
 
-def units_of(batch: Any) -> Number:
-    return _common_divisor(lengths_of(batch))
-
-
 def run_of(batch: Any, total: Number, start: Number, end: Number, division: str = "alike") -> Any:
     """Return a run of a batch's units: from the first to before the last of a total number."""
     has_units = len(lengths_of(batch)) > 1 and division == "alike"
@@ -252,7 +248,9 @@ def named_leaves(name: str, batch: Any) -> Iterator[tuple[str, Any]]:
         yield name, batch
 
 
-def _common_divisor(lengths: Sequence[Number]) -> Number:
+def units_of(batch: Any) -> Number:
+    """Return the greatest common divisor of the lengths of a batch's tensors."""
+    lengths = lengths_of(batch)
     if all(isinstance(length, int) for length in lengths):
         return math.gcd(*lengths)
     if len(lengths) == 1:
