@@ -64,11 +64,12 @@ class ControlChannel:
         """Post this rank's value under a name, in place of an earlier one; return the values of all ranks, by rank,
         once all have posted, until then nothing. The hub keeps the newest 200 names.
         """
-        return _in_order(self._request("post", SHORT_SECONDS, name=name, value=value))
+        return list(_by_rank(self._request("post", SHORT_SECONDS, name=name, value=value)).values())
 
     def gather(self, name: str, value: Any, timeout: float) -> list:
         """Return the values that all ranks pass under a name, by rank; TimeoutError if some don't come."""
-        return _in_order(self._request("gather", timeout, name=name, value=value, ranks=None))
+        answer = self._request("gather", timeout, name=name, value=value, ranks=None)
+        return list(_by_rank(answer).values())
 
     def gather_from(
         self, name: str, value: Any, ranks: Iterable[int], timeout: float
@@ -184,11 +185,7 @@ def _stopped(how: str) -> str:
     )
 
 
-def _in_order(answer: list[tuple[Any, str]]) -> list:
-    by_rank = _by_rank(answer)
-    return [by_rank[rank] for rank in sorted(by_rank)]
-
-
 def _by_rank(answer: list[tuple[Any, str]]) -> dict[int, Any]:
-    """Return the values of an answer, each of which comes once, with the ranks that have sent it."""
-    return {rank: value for value, text in answer for rank in ranks_of(text)}
+    """Return the values of an answer, each of which comes once, with the ranks that have sent it; in order of rank."""
+    by_rank = {rank: value for value, text in answer for rank in ranks_of(text)}
+    return dict(sorted(by_rank.items()))
