@@ -88,9 +88,9 @@ class Hello:
         """Return what must be the same on all ranks, by the problem that it is otherwise, and its name."""
         texts = {("another scheme", ""): self.scheme}
         texts["another world size", ""] = str(self.world_size)
-        for name, version in self.versions.items():
+        for name, version in sorted(self.versions.items()):
             texts["another version", f"{name} "] = version
-        for name, setting in self.settings.items():
+        for name, setting in sorted(self.settings.items()):
             texts["another setting", f"{name} "] = setting
         return texts
 
