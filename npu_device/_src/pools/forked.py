@@ -62,6 +62,7 @@ class ForkedProcess:
             folder = _directory()
         self._output = Path(folder) / f"{process_id}.log"
         self._status = Path(folder) / f"{process_id}.status"
+        self._output.touch()
         order = {
             "arguments": arguments,
             # Ranks that are killed leave temporary files, which are removed with this folder.
@@ -97,19 +98,13 @@ class ForkedProcess:
 
     def read(self, position: int) -> bytes:
         """Return a block of the output from a position on."""
-        try:
-            with self._output.open("rb") as output:
-                output.seek(position)
-                return output.read(_BLOCK_BYTES)
-        except FileNotFoundError:
-            # The script has not begun.
-            return b""
+        with self._output.open("rb") as output:
+            output.seek(position)
+            return output.read(_BLOCK_BYTES)
 
     @property
     def output(self) -> str:
         """Return what the script has printed so far, with its errors."""
-        if not self._output.exists():
-            return ""
         return self._output.read_text(errors="replace")
 
     def remove_files(self) -> None:
@@ -118,11 +113,13 @@ class ForkedProcess:
         self._status.unlink(missing_ok=True)
 
     def poll(self) -> int | None:
-        if self.returncode is None and self._server.poll() is not None:
-            # The system has killed it with its server, which writes no more; what it has written counts.
-            self.returncode = -signal.SIGKILL
-        if self.returncode in (None, -signal.SIGKILL) and self._status.exists():
-            self.returncode = int(self._status.read_text())
+        if self.returncode is None:
+            is_killed = self._server.poll() is not None
+            if self._status.exists():
+                self.returncode = int(self._status.read_text())
+            elif is_killed:
+                # The system has killed it with its server, which has written no end before.
+                self.returncode = -signal.SIGKILL
         return self.returncode
 
     def wait(self, timeout: float = 60) -> int:
