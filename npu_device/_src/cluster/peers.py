@@ -11,7 +11,6 @@ import socket
 import termios
 import threading
 import time
-from collections import defaultdict, deque
 from queue import SimpleQueue
 from typing import Callable, NoReturn
 
@@ -44,7 +43,8 @@ class Peers:
         self._lock = threading.Lock()
         self._endpoints: dict[int, tuple[int, str]] = {}  # each rank's port and token
         self._arrival = threading.Condition()
-        self._arrived = defaultdict[tuple[int, int], deque[socket.socket]](deque)
+        # Connections that nobody has accepted, each after its rank and stream.
+        self._arrived: list[tuple[int, int, socket.socket]] = []
         # By stream, for connections that aren't accepted, the queues of the threads that serve them.
         self._served: dict[int, SimpleQueue[tuple[int, socket.socket]]] = {}
         # Replaced, never changed, so that another thread may iterate over it.
@@ -149,15 +149,14 @@ class Peers:
         """Return the next connection that a rank makes with ``connect`` for a stream; None if this rank gives up."""
         with self._arrival:
             while not gives_up():
-                arrived = self._arrived.pop((rank, stream_id), None)
-                while arrived:
-                    connection = arrived.popleft()
-                    # A connection that is over was made for a group that has been destroyed.
-                    if not _is_over(connection):
-                        if arrived:
-                            self._arrived[rank, stream_id] = arrived
-                        return connection
-                    connection.close()
+                for arrival in list(self._arrived):
+                    *origin, connection = arrival
+                    if origin == [rank, stream_id]:
+                        self._arrived.remove(arrival)
+                        # A connection that is over was made for a group that has been destroyed.
+                        if not _is_over(connection):
+                            return connection
+                        connection.close()
                 self._health.require_running()
                 self._arrival.wait(limits.CHECK_SECONDS)
             return None
@@ -191,9 +190,9 @@ class Peers:
             self._served[stream_id].put((rank, self._owned_by_caller(timed.connection)))
             return
         with self._arrival:
-            if sum(map(len, self._arrived.values())) >= _MOST_UNCLAIMED:
+            if len(self._arrived) >= _MOST_UNCLAIMED:
                 raise ValueError("too many connections that nobody has asked for")
-            self._arrived[rank, stream_id].append(self._owned_by_caller(timed.connection))
+            self._arrived.append((rank, stream_id, self._owned_by_caller(timed.connection)))
             self._arrival.notify_all()
 
     def _owned_by_caller(self, connection: socket.socket) -> socket.socket:
