@@ -260,11 +260,10 @@ class Hub:
                 self._send(client, frame)
 
         self._services = Services(hosts, processes, send_to_rank, self._later, self._say)
-        on_loopback = ports.is_loopback(self._listener.getsockname()[0])
         roster = {
             "hosts": hosts,
             "addresses": self._rendezvous.addresses(),
-            "loopback": on_loopback,
+            "loopback": ports.is_loopback(self._listener.getsockname()[0]),
         }
         # Encoded once for all ranks, as it is as long as the job is large.
         shared = frames.encode({"roster": roster})

@@ -62,7 +62,7 @@ class Services:
         self._send = send
         self._later = later
         self._say = say
-        self._store: dict[str, str] = {}
+        self._store: dict[str, bytes] = {}
         self._readers: dict[_Request, str] = {}  # the key that each of them waits for
         self._posts: dict[str, dict[int, str]] = {}
         self._post_bytes = 0
@@ -122,7 +122,7 @@ class Services:
 
     def _do_set(self, request: _Request, message: Message) -> None:
         key = str(message["key"])
-        text = str(message["value"])
+        text = _text(message["value"]).encode()
         if key in self._store:
             self._refuse(request, "exists", key)
             return
@@ -131,13 +131,13 @@ class Services:
         for reader, read_key in list(self._readers.items()):
             if read_key == key:
                 del self._readers[reader]
-                self._answer(reader, json.dumps(text).encode())
+                self._answer(reader, text)
 
     def _do_get(self, request: _Request, message: Message) -> None:
         key = str(message["key"])
         seconds = _seconds_of(message)
         if key in self._store:
-            self._answer(request, json.dumps(self._store[key]).encode())
+            self._answer(request, self._store[key])
             return
 
         def give_up() -> None:
@@ -285,14 +285,12 @@ class Services:
         self._is_told = True  # the rank has raised an error, and ends because of it
 
     def _do_failed(self, request: _Request, message: Message) -> None:
-        event = dict(message["event"])
-        texts = {name: str(event[name]) for name in ("error", "traceback")}
+        event = {name: str(message["event"][name]) for name in ("error", "traceback")}
         rank, _ = request
         if not self._failing:
             self._failing = True
             # The rank is the one that the connection belongs to, whatever the event says.
-            checked_event = {**event, **texts, "rank": rank}
-            self._push(frames.encode({"push": "failed", "event": checked_event}))
+            self._push(frames.encode({"push": "failed", "event": {**event, "rank": rank}}))
 
     # How it is done
 
