@@ -10,10 +10,9 @@ import contextlib
 import itertools
 import logging
 import os
-import select
 import socket
+import struct
 import threading
-import time
 from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import Any, Callable
@@ -36,6 +35,9 @@ class ControlChannel:
         # The rendezvous had a time limit; from here on, a thread waits for messages as long as the
         # job runs.
         self._socket.settimeout(None)
+        # Sending has one, which isn't Python's.
+        limit = struct.pack("ll", *divmod(int(SHORT_SECONDS * 1e6), 10**6))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         self._reader = reader
         self._pid = os.getpid()
         self._sending = threading.Lock()
@@ -88,7 +90,7 @@ class ControlChannel:
 
     def notify(self, do: str, **fields: Any) -> None:
         """Send a message that needs no answer."""
-        self._send({"do": do, **fields}, SHORT_SECONDS)
+        self._send({"do": do, **fields})
 
     def close(self) -> None:
         # A fork shares the connection: shutting it down there would end it for the rank, too.
@@ -109,7 +111,7 @@ class ControlChannel:
         # The reply is registered before the request is sent, as the answer may come at once.
         self._waiting[request_id] = reply
         try:
-            self._send({"id": request_id, "do": do, "seconds": seconds, **fields}, limit)
+            self._send({"id": request_id, "do": do, "seconds": seconds, **fields})
             if self._problem is not None:
                 raise PeerError(self._problem)
             answer = reply.result(limit)
@@ -127,30 +129,19 @@ class ControlChannel:
             raise ClusterError(f"the hub of the job has answered something unknown ({do})")
         return answer["value"]
 
-    def _send(self, message: Message, seconds: float) -> None:
+    def _send(self, message: Message) -> None:
         """Send a whole message, or close the connection."""
         if self._problem is not None:
             return
         self.messages += 1
-        frame = memoryview(frames.encode(message))
-        until = time.monotonic() + seconds
-        # The socket itself can't have a time limit, since another thread reads from it.
-        poll = select.poll()
         # An error here is no news: the thread that reads notices the loss.
-        with (
-            self._sending,
-            contextlib.suppress(OSError, ValueError),
-        ):
-            poll.register(self._socket, select.POLLOUT)
-            while frame:
-                try:
-                    frame = frame[self._socket.send(frame, socket.MSG_DONTWAIT) :]
-                except BlockingIOError:
-                    if not poll.poll(1000 * max(0.0, until - time.monotonic())):
-                        self._problem = _stopped(f"has received nothing for {seconds:g} s")
-                        # Half a message may have been sent, so nothing can follow.
-                        self._socket.shutdown(socket.SHUT_RDWR)
-                        return
+        with self._sending, contextlib.suppress(OSError):
+            try:
+                self._socket.sendall(frames.encode(message))
+            except BlockingIOError:
+                self._problem = _stopped(f"has received nothing for {SHORT_SECONDS:g} s")
+                # Half a message may have been sent, so nothing can follow.
+                self._socket.shutdown(socket.SHUT_RDWR)
 
     def _read(self, on_push: Callable[[Message], None], on_lost: Callable[[str], None]) -> None:
         reason = "the connection to the hub of the job has ended"
