@@ -19,6 +19,7 @@ from ranks import LEAN, all_through
 from rendezvous_ranks import start  # noqa: F401 - a fixture
 
 from npu_device._src.pools import forked
+from npu_device._src.pools.pool import Pool as PlainPool
 from npu_device._src.testing import leaks, run
 
 with contextlib.suppress(ImportError):  # tests that need Hypothesis are skipped without it
@@ -346,18 +347,19 @@ def nothing_is_left() -> Iterator[None]:
     before = leaks.held()
     yield
     left = leaks.left_since(before, _kept_for_other_tests)
-    of_pools = [process for pool in run.pools() for process in pool.processes]
+    of_pools = {process.pid for pool in run.pools() for process in pool.processes}
     left += [
-        f"rank {process.pid} runs: {process.name}"
-        for process in forked.running()
-        if process not in of_pools
+        f"rank {pid} runs"
+        for server in list(forked._servers.values())
+        for pid, command in leaks.children_of(server.pid).items()
+        if command and pid not in of_pools
     ]
     assert not left, "the test leaves\n" + "\n".join(left)
 
 
 def _kept_for_other_tests() -> tuple[set[int], set[int]]:
     """Return the descriptors and the children of the pools and of the processes that fork."""
-    servers = forked.servers()
+    servers = list(forked._servers.values())
     pipes = {
         pipe.fileno()
         for server in servers
@@ -366,9 +368,13 @@ def _kept_for_other_tests() -> tuple[set[int], set[int]]:
     }
     of_pools = {process.pid for pool in run.pools() for process in pool.processes}
     return (
-        pipes.union(*(pool.descriptors() for pool in run.pools())),
+        pipes.union(*map(_connections, run.pools())),
         of_pools.union(server.pid for server in servers),
     )
+
+
+def _connections(pool: PlainPool) -> list[int]:
+    return [connection.fileno() for connection in pool._connections if not connection.closed]
 
 
 @pytest.fixture(scope="session", autouse=True)

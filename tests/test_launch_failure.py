@@ -36,9 +36,9 @@ RECORD = """
     rank = int(os.environ["RANK_ID"])
     def record(error, secondary=False, seconds_ago=0.0):
         path = os.environ["NPU_DEVICE_ERROR_FILE"]
-        blocks = [("  whole traceback of rank %d" % rank, "train.py", 1), (error, "", 0)]
-        errors = [("", "Traceback (most recent call last):", blocks)]
-        found = dict(time=time.time() - seconds_ago, rank=rank, error=error, errors=errors, secondary=secondary)
+        frame = '  File "train.py", line 1, in whole traceback of rank %d' % rank
+        traceback = "Traceback (most recent call last):\\n%s\\n%s" % (frame, error)
+        found = dict(time=time.time() - seconds_ago, error=error, traceback=traceback, secondary=secondary)
         json.dump(found, open(path + ".part", "w"))
         os.replace(path + ".part", path)
 """
@@ -131,7 +131,7 @@ def test_the_rank_that_failed_first_is_named(
     assert first in last_lines(done.stderr)
     if code != 128 + 9:
         assert last_lines(done.stderr).endswith(
-            "  whole traceback of rank 1\nValueError: the cause\n"
+            '  File "train.py", line 1, in whole traceback of rank 1\nValueError: the cause\n'
         )
 
 

@@ -234,7 +234,7 @@ def test_run_config_records_what_it_is_given() -> None:
     )
     assert (by_position.oo_level, by_position.optimization_switch) == ("O3", "switches")
     assert NPURunConfig(save_checkpoints_secs=60).save_checkpoints_steps is None
-    with pytest.raises(TypeError, match="multiple values for iterations_per_loop"):
+    with pytest.raises(TypeError, match="multiple values for argument 'iterations_per_loop'"):
         NPURunConfig(1, iterations_per_loop=1)
 
 

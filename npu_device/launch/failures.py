@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from npu_device._src.cluster.root_error import root_error
-from npu_device._src.cluster.tracebacks import PrintedError, from_record, is_user_file, parse
+from npu_device._src.cluster.tracebacks import PrintedError, is_user_file, parse
 from npu_device._src.wording import counted
 from npu_device.launch.events import Exit
 
@@ -70,7 +70,7 @@ def examine(
         failed_at = float(record["time"])
         description = str(record["error"])
         is_consequence = bool(record["secondary"])
-        errors = from_record(record["errors"])
+        errors = parse(str(record["traceback"]).splitlines())
     except (OSError, ValueError, KeyError, TypeError):
         # The rank may have left no record, or an unusable one.
         recorded = False

@@ -12,8 +12,7 @@ import contextlib
 import socket
 import struct
 import threading
-from collections.abc import Iterator
-from typing import Any, Callable, Optional, Protocol
+from typing import Any, Callable
 
 from npu_device._src.cluster.description import Cluster
 from npu_device._src.cluster.health import Health
@@ -32,23 +31,18 @@ _NO_MORE = (0, 0, 0)  # stands for a key at the end of a hand-over, which has no
 _STREAM_ID = 0x6E70_7501  # marks these connections
 
 
-class Holder(Protocol):
-    """Who has the bytes of this rank; called in threads of the exchange."""
-
-    def answer(self, key: Key) -> Optional[memoryview]:
-        """Return the bytes of a key, or None if this rank doesn't have them as they were asked for."""
-
-    def accept(self, rank: int, key: Key, content: bytearray) -> bool:
-        """Get bytes from a rank, and return whether this one can use them."""
-
-    def all_bytes(self) -> Iterator[tuple[int, Key, memoryview]]:
-        """Yield the keeper, the key and the content of all bytes of this rank, which it hands over when it ends."""
-
-
 class BytesOnRequest:
-    """This rank's part in the exchange."""
+    """This rank's part in the exchange.
 
-    def __init__(self, cluster: Cluster, health: Health, peers: Peers, holder: Holder) -> None:
+    Args:
+        holder: has the bytes of this rank, and these methods, which are called in threads of the exchange.
+            ``answer(key)`` returns the bytes of a key, or None if this rank doesn't have them as they were asked for.
+            ``accept(rank, key, content)`` gets bytes from a rank, and returns whether this one can use them.
+            ``all_bytes()`` yields the keeper, the key and the content of all bytes of this rank, which it hands over
+            when it ends.
+    """
+
+    def __init__(self, cluster: Cluster, health: Health, peers: Peers, holder: Any) -> None:
         self._cluster = cluster
         self._health = health
         self._peers = peers
@@ -64,22 +58,13 @@ class BytesOnRequest:
         self._answers_after_end = False  # after its end, until the others have ended
         peers.serve(_STREAM_ID, self._serve)
 
-    def fetch(self, rank: int, keeper: int, key: Key) -> bytearray | memoryview | None:
-        """Return the bytes of a key of another rank; None if it doesn't have them. Raises PeerError if the rank can't
-        be reached, and hasn't handed its bytes over to the keeper.
-        """
-        return self._exchange(rank, keeper, key, None)
-
-    def give(self, rank: int, keeper: int, key: Key, content: memoryview) -> bool:
-        """Give another rank, or its keeper, the bytes of a key; return whether it can use them. Raises PeerError as
-        ``fetch`` does.
-        """
-        return self._exchange(rank, keeper, key, content) is not None
-
-    def _exchange(
-        self, rank: int, keeper: int, key: Key, content: memoryview | None
+    def exchange(
+        self, rank: int, keeper: int, key: Key, content: memoryview | None = None
     ) -> bytearray | memoryview | None:
-        """Return what a rank answers, or its keeper if it has ended."""
+        """Return the bytes of a key of another rank, None if it doesn't have them. Given bytes, put them in their
+        place, and return None if the rank can't use them. PeerError if the rank can't be reached, and hasn't handed its
+        bytes over to the keeper.
+        """
         with self._asking:
             try:
                 return self._ask(rank, key, content)

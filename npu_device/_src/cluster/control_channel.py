@@ -10,11 +10,9 @@ import contextlib
 import itertools
 import logging
 import os
-import select
 import socket
+import struct
 import threading
-import time
-import weakref
 from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import Any, Callable
@@ -37,20 +35,20 @@ class ControlChannel:
         # The rendezvous had a time limit; from here on, a thread waits for messages as long as the
         # job runs.
         self._socket.settimeout(None)
+        # Sending has one, which isn't Python's.
+        limit = struct.pack("ll", *divmod(int(SHORT_SECONDS * 1e6), 10**6))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         self._reader = reader
         self._pid = os.getpid()
         self._sending = threading.Lock()
         self._request_ids = itertools.count(1)
-        self._waiting: dict[int, Future[Message | None]] = {}
+        self._waiting: dict[int, Future[Message]] = {}
         self._problem: str | None = None
-        self._is_closed = False
         self.messages = 0
-        # Python keeps what is registered for forks, and would keep the channel alive with it.
-        myself = weakref.ref(self)
-        os.register_at_fork(after_in_child=lambda: _close_in_fork(myself()))
+        os.register_at_fork(after_in_child=self._close_in_fork)
 
     def listen(self, on_push: Callable[[Message], None], on_lost: Callable[[str], None]) -> None:
-        """Start receiving; ``on_push`` gets each message that isn't an answer, ``on_lost`` once why the hub is gone."""
+        """Start receiving; ``on_push`` gets each message that isn't an answer, ``on_lost`` once why none follows."""
         start_thread("npu_device-channel", self._read, on_push, on_lost)
 
     def set(self, key: str, value: str) -> None:
@@ -68,11 +66,12 @@ class ControlChannel:
         """Post this rank's value under a name, in place of an earlier one; return the values of all ranks, by rank,
         once all have posted, until then nothing. The hub keeps the newest 200 names.
         """
-        return _in_order(self._request("post", SHORT_SECONDS, name=name, value=value))
+        return list(_by_rank(self._request("post", SHORT_SECONDS, name=name, value=value)).values())
 
     def gather(self, name: str, value: Any, timeout: float) -> list:
         """Return the values that all ranks pass under a name, by rank; TimeoutError if some don't come."""
-        return _in_order(self._request("gather", timeout, name=name, value=value, ranks=None))
+        answer = self._request("gather", timeout, name=name, value=value, ranks=None)
+        return list(_by_rank(answer).values())
 
     def gather_from(
         self, name: str, value: Any, ranks: Iterable[int], timeout: float
@@ -91,35 +90,37 @@ class ControlChannel:
 
     def notify(self, do: str, **fields: Any) -> None:
         """Send a message that needs no answer."""
-        self._send({"do": do, **fields}, SHORT_SECONDS)
+        self._send({"do": do, **fields})
 
     def close(self) -> None:
-        self._is_closed = True
         # A fork shares the connection: shutting it down there would end it for the rank, too.
         if os.getpid() == self._pid:
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
+    def _close_in_fork(self) -> None:
+        """Close the copy of this forked child, or the hub would not see that the parent closes its end."""
+        self._problem = "this process is a fork of a rank, not a rank itself"
+        self.close()
+
     def _request(self, do: str, seconds: float, **fields: Any) -> Any:
         request_id = next(self._request_ids)
         limit = seconds + MARGIN_SECONDS  # the hub enforces the time itself, unless it is stopped
-        reply: Future[Message | None] = Future()
+        reply: Future[Message] = Future()
         # The reply is registered before the request is sent, as the answer may come at once.
         self._waiting[request_id] = reply
-        answer = None
         try:
-            self._send({"id": request_id, "do": do, "seconds": seconds, **fields}, limit)
-            if self._problem is None:
-                answer = reply.result(limit)
+            self._send({"id": request_id, "do": do, "seconds": seconds, **fields})
+            if self._problem is not None:
+                raise PeerError(self._problem)
+            answer = reply.result(limit)
         except concurrent.futures.TimeoutError:
             raise PeerError(
                 self._problem or _stopped(f"has not answered for {limit:g} s ({do})")
             ) from None
         finally:
             self._waiting.pop(request_id, None)
-        if answer is None:
-            raise PeerError(self._problem or "the hub of the job is gone")
         if "error" in answer:
             errors = {"exists": KeyError, "late": TimeoutError, "gone": PeerError}
             error_type = errors.get(str(answer["error"]), ClusterError)
@@ -128,30 +129,19 @@ class ControlChannel:
             raise ClusterError(f"the hub of the job has answered something unknown ({do})")
         return answer["value"]
 
-    def _send(self, message: Message, seconds: float) -> None:
+    def _send(self, message: Message) -> None:
         """Send a whole message, or close the connection."""
         if self._problem is not None:
             return
         self.messages += 1
-        frame = memoryview(frames.encode(message))
-        until = time.monotonic() + seconds
-        # The socket itself can't have a time limit, since another thread reads from it.
-        poll = select.poll()
         # An error here is no news: the thread that reads notices the loss.
-        with (
-            self._sending,
-            contextlib.suppress(OSError, ValueError),
-        ):
-            poll.register(self._socket, select.POLLOUT)
-            while frame:
-                try:
-                    frame = frame[self._socket.send(frame, socket.MSG_DONTWAIT) :]
-                except BlockingIOError:
-                    if not poll.poll(1000 * max(0.0, until - time.monotonic())):
-                        self._problem = _stopped(f"has received nothing for {seconds:g} s")
-                        # Half a message may have been sent, so nothing can follow.
-                        self._socket.shutdown(socket.SHUT_RDWR)
-                        return
+        with self._sending, contextlib.suppress(OSError):
+            try:
+                self._socket.sendall(frames.encode(message))
+            except BlockingIOError:
+                self._problem = _stopped(f"has received nothing for {SHORT_SECONDS:g} s")
+                # Half a message may have been sent, so nothing can follow.
+                self._socket.shutdown(socket.SHUT_RDWR)
 
     def _read(self, on_push: Callable[[Message], None], on_lost: Callable[[str], None]) -> None:
         reason = "the connection to the hub of the job has ended"
@@ -175,17 +165,8 @@ class ControlChannel:
         # The problem is set before the requests are woken: one that isn't in the list yet finds it after sending.
         self._problem = self._problem or reason
         for reply in list(self._waiting.values()):
-            reply.set_result(None)
-        if not self._is_closed:
-            on_lost(self._problem)
-
-
-def _close_in_fork(channel: ControlChannel | None) -> None:
-    """Close the copy of this forked child, or the hub would not see that the parent closes its end."""
-    if channel is not None:
-        channel._problem = "this process is a fork of a rank, not a rank itself"
-        channel._is_closed = True
-        channel._socket.close()
+            reply.set_exception(PeerError(self._problem))
+        on_lost(self._problem)
 
 
 def _stopped(how: str) -> str:
@@ -195,11 +176,7 @@ def _stopped(how: str) -> str:
     )
 
 
-def _in_order(answer: list[tuple[Any, str]]) -> list:
-    by_rank = _by_rank(answer)
-    return [by_rank[rank] for rank in sorted(by_rank)]
-
-
 def _by_rank(answer: list[tuple[Any, str]]) -> dict[int, Any]:
-    """Return the values of an answer, each of which comes once, with the ranks that have sent it."""
-    return {rank: value for value, text in answer for rank in ranks_of(text)}
+    """Return the values of an answer, each of which comes once, with the ranks that have sent it; in order of rank."""
+    by_rank = {rank: value for value, text in answer for rank in ranks_of(text)}
+    return dict(sorted(by_rank.items()))

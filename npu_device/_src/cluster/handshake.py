@@ -55,14 +55,7 @@ class TimedConnection:
             self.connection.settimeout(ANSWER_SECONDS)
             self.connection.sendall(frames.encode(message))
 
-    def receive(
-        self,
-        seconds: float,
-        *,
-        silent: str,
-        closed: str,
-        meanwhile: Callable[[], None] | None = None,
-    ) -> Message:
+    def receive(self, seconds: float, *, silent: str, closed: str) -> Message:
         until = time.monotonic() + seconds
         while True:
             try:
@@ -74,13 +67,10 @@ class TimedConnection:
             remaining = until - time.monotonic()
             if remaining <= 0:
                 raise AttemptFailedError(silent)
-            # Waits at most a second at a time, so that ``meanwhile`` is called in between.
-            self.connection.settimeout(min(1.0, remaining))
+            self.connection.settimeout(remaining)
             try:
                 received = self.connection.recv(1 << 16)
             except socket.timeout:
-                if meanwhile is not None:
-                    meanwhile()
                 continue
             except OSError:
                 received = b""
@@ -211,21 +201,24 @@ def admit(connection: socket.socket, secret: bytes) -> tuple[TimedConnection, Me
         AttemptFailedError, FrameError, UnprovedError: the client ends, talks another protocol, or proves nothing.
     """
     frames.keep_alive(connection)
-    handshake = ServerHandshake(secret, frames.LIMIT)
-    timed = TimedConnection(connection, handshake.limit)
+    handshake = ServerHandshake(secret)
+    timed = TimedConnection(connection, frames.LIMIT_BEFORE_PROOF)
     while not handshake.is_proved:
         message = timed.receive(ANSWER_SECONDS, silent="no answer", closed="it was closed")
         timed.send(handshake.answer(message))
-    timed.reader.limit = handshake.limit
+    timed.reader.limit = frames.LIMIT
     return timed, handshake.said
 
 
 def resolve(host: str, port: int, seconds: float) -> list[tuple[int, tuple]]:
     """Return the families and socket addresses of a host, in limited time."""
-    with contextlib.suppress(ValueError):
+    look_up = partial(_looked_up, host, port)
+    try:
         ipaddress.ip_address(host)
-        return _addresses(_looked_up(host, port))
-    return _addresses(_in_time(partial(_looked_up, host, port), seconds))
+        infos = look_up()
+    except ValueError:
+        infos = _in_time(look_up, seconds)
+    return [(int(family), address) for family, _, _, _, address in infos]
 
 
 def full_name_of_this_host(seconds: float) -> str:
@@ -258,7 +251,3 @@ def _looked_up(host: str, port: int | None, flags: int = 0) -> list:
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise AttemptFailedError(f"the name can't be resolved ({reason})") from error
-
-
-def _addresses(infos: list) -> list[tuple[int, tuple]]:
-    return [(int(family), address) for family, _, _, _, address in infos]

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 import threading
 import time
 import traceback
-import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
 from types import TracebackType
@@ -26,13 +24,15 @@ from npu_device._src.cluster.rank_errors import ClusterError, PeerError
 from npu_device._src.cluster.root_error import root_error
 from npu_device._src.cluster.time_limits import (
     ALIVE_SECONDS,
-    CHECK_SECONDS,
     FINISHED_NOTICE_SECONDS,
     NEWS_SECONDS,
 )
-from npu_device._src.cluster.tracebacks import errors_of, without_libraries
+from npu_device._src.cluster.tracebacks import parse, without_libraries
 from npu_device._src.whole_files import write_whole
 from npu_device._src.wording import counted, ranges, ranks_of
+
+# What TensorFlow says of a closed connection. It may learn of that before the hub has told that a rank is gone.
+_ABORTED = "Collective ops is aborted"
 
 # Name and members, since disjoint sets of ranks may use the same name.
 GroupId = tuple[str, tuple[int, ...]]
@@ -66,17 +66,14 @@ class Health:
         self.on_question("alive", lambda _: True)
         self.on_question("clock", lambda _: time.time())
         self.is_closed = False  # True once this rank leaves
-        self._others_have_ended = threading.Event()
+        # Set when the others have ended, or the job has failed.
+        self._waits_for_nobody = threading.Event()
         self._gave_up: str | None = None  # the reason, if this rank has stopped on its own
         # Returns how many transfers of collectives this rank has begun in each group.
         self.count_transfers: Callable[[], dict[GroupId, int]] = dict
-        # Each recognizes errors that only follow from the failure of another rank.
-        self.symptoms: list[Callable[[BaseException], bool]] = []
-        self._previous_hook = sys.excepthook
 
     def start(self) -> None:
-        myself = weakref.ref(self)
-        os.register_at_fork(after_in_child=lambda: _stop_in_fork(myself()))
+        os.register_at_fork(after_in_child=self._stop_in_fork)
         self._previous_hook = sys.excepthook
         sys.excepthook = self._on_uncaught
         self._channel.listen(self._on_push, self._on_lost)
@@ -106,10 +103,8 @@ class Health:
 
     def wait_for_news(self) -> None:
         """Raise PeerError if the hub tells soon that a rank has ended: what usually is behind a lost connection."""
-        end = time.monotonic() + NEWS_SECONDS
-        while time.monotonic() < end:
-            self.require_running()
-            time.sleep(CHECK_SECONDS)
+        self._waits_for_nobody.wait(NEWS_SECONDS)
+        self.require_running()
 
     def stop(self, text: str) -> None:
         """End the collectives of this rank with an error of this text. The others are told it if the rank ends."""
@@ -150,7 +145,7 @@ class Health:
                 departed = set(ranks_of(ranks)) - {self._cluster.rank}
                 self._departed.update(dict.fromkeys(departed, issued))
             if len(self._departed) == self._cluster.world_size - 1:
-                self._others_have_ended.set()
+                self._waits_for_nobody.set()
         elif news == "failed":
             if message["event"]["rank"] != self._cluster.rank:
                 self._abort(self._failed_text(message["event"]))
@@ -180,8 +175,9 @@ class Health:
         return None
 
     def _on_lost(self, reason: str) -> None:
-        self._others_have_ended.set()
-        if not self.is_closed:
+        if self.is_closed:
+            self._waits_for_nobody.set()
+        else:
             self._abort(
                 f"{reason}: its process ended or was killed, or its host, {self._cluster.hosts[0]}, can't be reached "
                 f"any more (seen by {self._cluster.name}).\n"
@@ -194,8 +190,7 @@ class Health:
                 return False
             self._failure = text
             callbacks = list(self._stop_callbacks)
-        # After a failure, this rank waits for no other one to finish.
-        self._others_have_ended.set()
+        self._waits_for_nobody.set()
         for callback in callbacks:
             callback(text)
         return True
@@ -251,20 +246,19 @@ class Health:
             self._failure = self._failure or record["error"]
         if isinstance(error, KeyboardInterrupt) and self._previous_hook is sys.__excepthook__:
             # Who pressed Ctrl-C knows the cause, and each rank would print dozens of TensorFlow's frames.
-            text, _ = without_libraries(record["errors"])
+            text, _ = without_libraries(parse(record["traceback"].splitlines()))
             print(text, file=sys.stderr, flush=True)
             return
         self._previous_hook(error_type, error, trace)
 
     def _is_secondary(self, error: BaseException) -> bool:
         """Return True if the failure of another rank, or of the hub, has caused an error."""
-        if (
+        return (
             self._failure is not None
             or isinstance(error, PeerError)
             or isinstance(error.__cause__, PeerError)
-        ):
-            return True
-        return any(is_symptom(error) for is_symptom in self.symptoms)
+            or _ABORTED in str(error)
+        )
 
     def give_up(self, error: BaseException) -> PeerError | None:
         """Close the channel because of an error, and tell the others. Return an earlier error of another rank."""
@@ -280,22 +274,19 @@ class Health:
     def _record(self, error: BaseException, secondary: bool) -> Message:
         """Return what the launcher and the other ranks are told of an error."""
         text = "".join(traceback.format_exception_only(type(error), error))
+        lines = traceback.format_exception(type(error), error, error.__traceback__)
         return {
-            "kind": "failed",
             "time": time.time(),
-            "rank": self._cluster.rank,
-            "host": socket.gethostname(),
             "error": root_error(text.strip()),
-            "errors": errors_of(error),
+            "traceback": "".join(lines),
             "secondary": secondary,
         }
 
     def _report_failure(self, record: Message) -> None:
-        event = dict(record)
-        text, _ = without_libraries(event.pop("errors"))
+        text, _ = without_libraries(parse(record["traceback"].splitlines()))
         # The last lines are enough to see where it failed; the output of the rank has all of it.
-        event["traceback"] = "\n".join(text.rstrip().splitlines()[-12:])
-        self._channel.notify("failed", event=event)
+        end = "\n".join(text.rstrip().splitlines()[-12:])
+        self._channel.notify("failed", event={**record, "traceback": end})
 
     def _write_record(self, record: Message) -> None:
         """Write the failure for the launcher, which prints the earliest one."""
@@ -329,7 +320,7 @@ class Health:
         answered_at = time.monotonic()
         notice = f"npu_device: rank {self._cluster.rank} has finished and is waiting for"
         try:
-            while not self._others_have_ended.wait(FINISHED_NOTICE_SECONDS):
+            while not self._waits_for_nobody.wait(FINISHED_NOTICE_SECONDS):
                 everyone = range(self._cluster.world_size)
                 waiting = set(everyone).difference(self._departed, [self._cluster.rank])
                 if notice:
@@ -346,13 +337,11 @@ class Health:
         except ClusterError:
             return  # the hub is gone; there is no rank to wait for
 
-
-def _stop_in_fork(health: Health | None) -> None:
-    """Let collectives raise in this forked child, which has copies of the rank's memory and none of its threads."""
-    if health is not None:
-        health._lock = threading.Lock()  # a thread of the parent's may have held it
-        health._failure = (
-            f"this process ({os.getpid()}) is a forked child of {health._cluster.name} (process {health._pid}), and no "
+    def _stop_in_fork(self) -> None:
+        """Let collectives raise in this forked child, which has copies of the rank's memory and none of its threads."""
+        self._lock = threading.Lock()  # a thread of the parent's may have held it
+        self._failure = (
+            f"this process ({os.getpid()}) is a forked child of {self._cluster.name} (process {self._pid}), and no "
             "rank: it takes part in no collective operation.\n"
             "What to do: make the call in the process of the rank, outside of workers."
         )

@@ -7,8 +7,8 @@ with its job: when no client is connected and either its parent has ended or the
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
+import math
 import os
 import sched
 import select
@@ -47,7 +47,6 @@ class Hub:
         self._selector.register(parent, selectors.EVENT_READ, self._read_from_parent)
         self._parent: int | None = parent
         self._clients: dict[socket.socket, Client] = {}
-        self._unproved: dict[Client, None] = {}
         self._timers = sched.scheduler(time.monotonic)
         self._is_over = False
         self._begin()
@@ -58,7 +57,6 @@ class Hub:
             self._settings, clients, self._send_message, self._send_last
         )
         self._services: Services | None = None
-        self._by_rank: list[Client | None] = []
 
     def run(self) -> None:
         try:
@@ -74,24 +72,24 @@ class Hub:
         except BaseException:
             text = f"the hub of the job (pid {os.getpid()}) failed:\n{traceback.format_exc()}"
             for client in self._rendezvous.arrivals():
-                self._send(client, frames.encode({"push": "end", "text": text}))
+                self._send_message(client, {"push": "end", "text": text})
             raise
 
     def _run_due(self) -> float | None:
         """Do what is due, once all that has been received is handled; return the seconds until more is due."""
-        time_now = time.monotonic()
-        # Clients stand in the order in which they came, and all have the same time, so the first one is due first.
-        while self._unproved and (oldest := next(iter(self._unproved))).until <= time_now:
-            self._close(oldest, _SILENT)
         if self._services is None:
-            self._check_rendezvous(time_now)
+            time_now = time.monotonic()
+            # The rendezvous ends when all ranks have come, the time is up, or they contradict each other.
+            if self._rendezvous.check_complete(time_now):
+                self._start_services()
+            elif (complaint := self._rendezvous.complaint(time_now)) is not None:
+                self._refuse_all(complaint)
         # Run last, as what is done above may set timers.
-        waits = [self._timers.run(blocking=False)]
-        dues = [self._rendezvous.next_due()]
-        if self._unproved:
-            dues.append(next(iter(self._unproved)).until)
-        waits += [max(0.0, due - time_now) for due in dues if due is not None]
-        return min((seconds for seconds in waits if seconds is not None), default=None)
+        seconds = self._timers.run(blocking=False)
+        if self._rendezvous.is_waiting:
+            # What ends the waiting changes with each rank that comes or leaves.
+            return min(limits.WAITING_TICK_SECONDS, seconds or math.inf)
+        return seconds
 
     def _is_done(self) -> bool:
         if any(client.has_arrived for client in self._clients.values()):
@@ -107,21 +105,27 @@ class Hub:
     def _accept(self) -> None:
         try:
             accepted, peer = self._listener.accept()
-        except OSError as error:
-            # The client has gone, or no file descriptor is free; both are temporary.
-            if error.errno in (errno.EMFILE, errno.ENFILE):
-                # The listener stays ready, so that the hub would spin without a pause.
-                time.sleep(limits.ACCEPT_PAUSE_SECONDS)
+        except OSError:
+            # No file descriptor is free, for a moment. The listener stays ready: the hub would spin without a pause.
+            time.sleep(limits.ACCEPT_PAUSE_SECONDS)
             return
         accepted.setblocking(False)
         frames.keep_alive(accepted)
         client = Client(accepted, ports.plain(peer[0]), self._secret)
         self._clients[accepted] = client
-        self._unproved[client] = None
+        self._later(limits.PROOF_SECONDS, self._close_unproved, client)
         self._selector.register(accepted, selectors.EVENT_READ)
         # Clients that prove nothing can't take all descriptors: the oldest one has to go.
-        if len(self._unproved) > max(_FEWEST_UNPROVED, 2 * self._settings["world_size"]):
-            self._close(next(iter(self._unproved)), _SILENT)
+        unproved = [client for client in self._clients.values() if client.state is State.UNKNOWN]
+        if len(unproved) > max(_FEWEST_UNPROVED, 2 * self._settings["world_size"]):
+            self._close_unproved(unproved[0])
+
+    def _close_unproved(self, client: Client) -> None:
+        if client.state is State.UNKNOWN:
+            self._close(client, _SILENT)
+
+    def _later(self, seconds: float, call: Callable[..., None], *arguments: Client | None) -> None:
+        self._timers.enter(seconds, 0, call, arguments)
 
     def _serve(self, client: Client, events: int) -> None:
         if events & selectors.EVENT_WRITE:
@@ -153,9 +157,9 @@ class Hub:
                 self._close(client, "talks another protocol")
 
     def _handle(self, client: Client, message: Message) -> None:
-        if client.state is State.UNPROVED:
+        if not client.handshake.is_proved:
             self._handle_handshake(client, message)
-        elif client.state is State.PROVED:
+        elif client.state is State.UNKNOWN:
             self._handle_hello(client, message)
         elif client.state is State.ARRIVED:
             if "stopping" in message and client.arrival.hello.is_chief:
@@ -171,9 +175,8 @@ class Hub:
             self._close(client, "could not prove that it knows the job secret")
             return
         if client.handshake.is_proved:
-            client.state = State.PROVED
-            client.reader.limit = client.handshake.limit
-        self._send(client, frames.encode(reply))
+            client.reader.limit = frames.LIMIT_OF_HELLO
+        self._send_message(client, reply)
 
     def _send_message(self, client: Client, message: Message) -> None:
         self._send(client, frames.encode(message))
@@ -208,7 +211,7 @@ class Hub:
             return
         self._selector.modify(client.socket, selectors.EVENT_READ)
         if client.is_ending:
-            self._timers.enter(0.0, 0, self._close, (client, None))
+            self._later(0.0, self._close, client, None)
 
     def _close(self, client: Client, problem: str | None) -> None:
         """Close the connection of a client; ``problem`` is what was wrong if it wasn't a rank."""
@@ -216,13 +219,11 @@ class Hub:
             return
         self._selector.unregister(client.socket)
         client.socket.close()
-        self._unproved.pop(client, None)
         if client.state is State.RANK:
             assert self._services is not None
-            self._by_rank[client.rank] = None
             self._services.closed(client.rank)
             # The job is over with its last rank.
-            if not any(self._by_rank):
+            if not any(rival.state is State.RANK for rival in self._clients.values()):
                 self._end()
         elif client.state is State.ARRIVED:
             if not client.is_ending and self._services is None:
@@ -243,15 +244,7 @@ class Hub:
             hello = Hello.read(message.get("hello"))
         except frames.WRONG_FORM as error:
             raise frames.FrameError(str(error)) from error
-        del self._unproved[client]
         self._rendezvous.receive(client, hello)
-
-    def _check_rendezvous(self, time_now: float) -> None:
-        """End the rendezvous when all ranks have come, the time is up, or they contradict each other."""
-        if self._rendezvous.check_complete(time_now):
-            self._start_services()
-        elif (complaint := self._rendezvous.complaint(time_now)) is not None:
-            self._refuse_all(complaint)
 
     def _start_services(self) -> None:
         """Give all ranks their numbers and the same roster, and serve them from now on."""
@@ -259,31 +252,26 @@ class Hub:
         ranks = self._rendezvous.ranks
         hosts = self._rendezvous.hosts()
         processes = [client.arrival.hello.pid for client in ranks]
-        by_rank: list[Client | None] = list(ranks)
-        self._by_rank = by_rank
 
         # Timers of an earlier job reach nobody: its ranks have gone.
         def send_to_rank(rank: int, frame: bytes) -> None:
-            client = by_rank[rank]
-            if client is not None:
+            client = ranks[rank]
+            if client.socket in self._clients:
                 self._send(client, frame)
 
-        def call_later(seconds: float, callback: Callable[[], None]) -> None:
-            self._timers.enter(seconds, 0, callback)
-
-        self._services = Services(hosts, processes, send_to_rank, call_later, self._say)
-        on_loopback = ports.is_loopback(self._listener.getsockname()[0])
+        self._services = Services(hosts, processes, send_to_rank, self._later, self._say)
         roster = {
             "hosts": hosts,
             "addresses": self._rendezvous.addresses(),
-            "loopback": on_loopback,
+            "loopback": ports.is_loopback(self._listener.getsockname()[0]),
         }
         # Encoded once for all ranks, as it is as long as the job is large.
         shared = frames.encode({"roster": roster})
         for client in ranks:
             client.reader.limit = frames.LIMIT_FROM_RANK
             self._send(client, frames.encode({"rank": client.rank}) + shared)
-        self._rendezvous.tell_children()
+        for child in self._rendezvous.children():
+            self._rendezvous.tell_child(child)
 
     def _refuse_all(self, text: str) -> None:
         for client in self._rendezvous.arrivals() + self._rendezvous.children():
@@ -293,8 +281,8 @@ class Hub:
     def _send_last(self, client: Client, message: Message) -> None:
         """Send a last message and close. A client that doesn't read it in time misses it."""
         client.is_ending = True
-        self._timers.enter(limits.LAST_MESSAGE_SECONDS, 0, self._close, (client, None))
-        self._send(client, frames.encode(message))
+        self._later(limits.LAST_MESSAGE_SECONDS, self._close, client, None)
+        self._send_message(client, message)
 
 
 def main() -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import enum
 import socket
-import time
 
-from npu_device._src.cluster import frames, time_limits as limits
+from npu_device._src.cluster import frames
 from npu_device._src.cluster.roster import Arrival
 from npu_device._src.cluster.server_handshake import ServerHandshake
 
@@ -14,8 +13,7 @@ from npu_device._src.cluster.server_handshake import ServerHandshake
 class State(enum.Enum):
     """What a client is to the hub; most become a rank, step by step."""
 
-    UNPROVED = enum.auto()  # the handshake isn't over
-    PROVED = enum.auto()  # the client hasn't sent its hello
+    UNKNOWN = enum.auto()  # the client hasn't sent its hello, or not even proved the secret
     ARRIVED = enum.auto()  # the client waits for the other ranks
     RANK = enum.auto()  # the client has met the other ranks
     # A rank has started this process, which waits to be told of which one it is a child.
@@ -30,13 +28,11 @@ class Client:
     parent: Client  # set for a CHILD: the client that has started it, which may be a child, too
 
     def __init__(self, connection: socket.socket, address: str, secret: bytes) -> None:
-        self.state = State.UNPROVED
+        self.state = State.UNKNOWN
         self.socket = connection
         self.address = address
-        # The end of the time for the handshake and the hello.
-        self.until = time.monotonic() + limits.PROOF_SECONDS
-        self.handshake = ServerHandshake(secret, frames.LIMIT_OF_HELLO)
-        self.reader = frames.Reader(self.handshake.limit)
+        self.handshake = ServerHandshake(secret)
+        self.reader = frames.Reader(frames.LIMIT_BEFORE_PROOF)
         self.outbox = bytearray()
         self.is_ending = False
 

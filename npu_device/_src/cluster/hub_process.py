@@ -26,7 +26,6 @@ class HubProcess:
     """
 
     def __init__(self, *, secret: bytes, speaks: bool = False, **settings: Any) -> None:
-        self._pid = os.getpid()
         errors: int | None = subprocess.DEVNULL
         if speaks:
             # The hub inherits this process's standard error.
@@ -66,8 +65,7 @@ class HubProcess:
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
-        if os.getpid() == self._pid:
-            self.process.poll()
+        self.process.poll()
 
     def end(self) -> None:
         """End the hub at once. A rank that is still connected loses it."""

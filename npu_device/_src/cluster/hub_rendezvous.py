@@ -5,6 +5,7 @@ Knows no sockets: it gets hellos, and sends messages through the hub. ``roster.p
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Collection
 from typing import Any, Callable
@@ -39,7 +40,7 @@ class HubRendezvous:
         # Address by which other hosts reach the hub's host; loopback until a rank has come by another one.
         self._address = "127.0.0.1"
         self._began: float | None = None  # when the first rank came
-        self._contradictory_since: float | None = None
+        self._contradiction_end = math.inf  # when ranks that contradict each other get the error
         self._next_progress = 0.0
         self._candidates_until: float | None = None
 
@@ -47,11 +48,8 @@ class HubRendezvous:
         return [client for client in self._clients if client.has_arrived and not client.is_ending]
 
     def children(self) -> list[Client]:
-        children = []
-        for client in self._clients:
-            if client.state is State.CHILD and not client.is_ending:
-                children.append(client)
-        return children
+        waiting = [client for client in self._clients if not client.is_ending]
+        return [client for client in waiting if client.state is State.CHILD]
 
     def hosts(self) -> list[str]:
         """Return the name of the host of each rank."""
@@ -77,7 +75,7 @@ class HubRendezvous:
             if hello.is_child_of(rival.arrival.hello):
                 client.state = State.CHILD
                 client.parent = rival
-                self._tell_child(client)
+                self.tell_child(client)
                 return
         # Children may have come before the process that started them.
         children = [rival for rival in rivals if rival.arrival.hello.is_child_of(hello)]
@@ -95,11 +93,7 @@ class HubRendezvous:
         # As a rule no other client has come as this rank, which saves a search through all clients.
         if not self.roster.has(arrival):
             return []
-        matching = []
-        for client in self._clients:
-            if client.has_arrived and client.arrival.key == arrival.key:
-                matching.append(client)
-        return matching
+        return [client for client in self.arrivals() if client.arrival.key == arrival.key]
 
     def _admit(self, client: Client, arrival: Arrival, children: list[Client]) -> None:
         """Let a client wait for the other ranks, in place of children of it that have come before."""
@@ -128,7 +122,7 @@ class HubRendezvous:
         """Tell a client how long it will have to wait for the ranks, in seconds."""
         self._send(client, {"wait": max(0.0, self._end_of_waiting() - time.monotonic())})
 
-    def _tell_child(self, client: Client) -> None:
+    def tell_child(self, client: Client) -> None:
         """Tell a client whose child it is, once the ranks have met; it waits with them until then."""
         parent = client
         while parent.state is State.CHILD:
@@ -146,22 +140,14 @@ class HubRendezvous:
 
     # When the waiting ends
 
-    def next_due(self) -> float | None:
-        """Return when the rendezvous has to be looked at next, on the monotonic clock."""
-        if self.ranks or self._began is None:
-            return None
-        if self._candidates_until is not None:
-            return self._candidates_until
-        return min(self._deadline(), self._next_progress)
+    @property
+    def is_waiting(self) -> bool:
+        """Return True while clients wait for each other."""
+        return self._began is not None and not self.ranks
 
     def _end_of_waiting(self) -> float:
         assert self._began is not None and self.roster.reference is not None
         return self._began + self.roster.reference.seconds
-
-    def _deadline(self) -> float:
-        if self._contradictory_since is None:
-            return self._end_of_waiting()
-        return min(self._end_of_waiting(), self._contradictory_since + limits.CONTRADICTION_SECONDS)
 
     def check_complete(self, time_now: float) -> bool:
         """Return True once all ranks have come; before, ask processes that may replace one, and wait for them."""
@@ -186,31 +172,25 @@ class HubRendezvous:
         if self._began is None or self.roster.complete:
             return None
         if not self.roster.contradictory:
-            self._contradictory_since = None
-        elif self._contradictory_since is None:
-            self._contradictory_since = time_now
-        if time_now >= self._deadline():
+            self._contradiction_end = math.inf
+        elif self._contradiction_end == math.inf:
+            self._contradiction_end = time_now + limits.CONTRADICTION_SECONDS
+        if time_now >= min(self._end_of_waiting(), self._contradiction_end):
             return self.roster.complaint()
         if time_now >= self._next_progress:
             self._report_progress(time_now)
         return None
 
     def _report_progress(self, time_now: float) -> None:
-        """Tell the chief which ranks are missing."""
+        """Tell those who wait which ranks are missing."""
         self._next_progress = time_now + limits.NEXT_PROGRESS_SECONDS
+        absent = self.roster.absent_ranks()
         for client in self.arrivals():
-            if client.arrival.hello.is_chief:
-                self._send(client, {"waits_for": self.roster.absent_ranks()})
-
-    def tell_children(self) -> None:
-        for child in self.children():
-            self._tell_child(child)
+            self._send(client, {"waits_for": absent})
 
     def number_ranks(self) -> None:
         """Give the clients that have come their ranks."""
-        # Arrivals are told apart by identity, since they have no hash: a hello holds dictionaries.
-        by_arrival = {id(client.arrival): client for client in self.arrivals()}
-        self.ranks = [by_arrival[id(arrival)] for arrival in self.roster.sorted_arrivals()]
+        self.ranks = sorted(self.arrivals(), key=lambda client: client.arrival.order)
         for rank, client in enumerate(self.ranks):
             client.state = State.RANK
             client.rank = rank

@@ -11,8 +11,6 @@ import socket
 import termios
 import threading
 import time
-import weakref
-from collections import defaultdict, deque
 from queue import SimpleQueue
 from typing import Callable, NoReturn
 
@@ -42,17 +40,17 @@ class Peers:
         self._secret = secret
         self._pid = os.getpid()
         self._listener: socket.socket | None = None
-        self._opening = threading.Lock()
+        self._lock = threading.Lock()
         self._endpoints: dict[int, tuple[int, str]] = {}  # each rank's port and token
-        self._owning = threading.Lock()
         self._arrival = threading.Condition()
-        self._arrived = defaultdict[tuple[int, int], deque[socket.socket]](deque)
+        # Connections that nobody has accepted, each after its rank and stream.
+        self._arrived: list[tuple[int, int, socket.socket]] = []
         # By stream, for connections that aren't accepted, the queues of the threads that serve them.
         self._served: dict[int, SimpleQueue[tuple[int, socket.socket]]] = {}
         # Replaced, never changed, so that another thread may iterate over it.
         self.owned_connections = frozenset[socket.socket]()
-        myself = weakref.ref(self)
-        os.register_at_fork(after_in_child=lambda: _close_in_fork(myself()))
+        # The others would not see the connections close while a forked child has copies.
+        os.register_at_fork(after_in_child=self.close)
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -83,7 +81,7 @@ class Peers:
 
     def open(self) -> None:
         """Let the other ranks connect, once. ClusterError if no port is free, or the hub has gone."""
-        with self._opening:
+        with self._lock:
             if self._listener is not None:
                 return
             allow_many_descriptors()
@@ -151,15 +149,14 @@ class Peers:
         """Return the next connection that a rank makes with ``connect`` for a stream; None if this rank gives up."""
         with self._arrival:
             while not gives_up():
-                arrived = self._arrived.pop((rank, stream_id), None)
-                while arrived:
-                    connection = arrived.popleft()
-                    # A connection that is over was made for a group that has been destroyed.
-                    if not _is_over(connection):
-                        if arrived:
-                            self._arrived[rank, stream_id] = arrived
-                        return connection
-                    connection.close()
+                for arrival in list(self._arrived):
+                    *origin, connection = arrival
+                    if origin == [rank, stream_id]:
+                        self._arrived.remove(arrival)
+                        # A connection that is over was made for a group that has been destroyed.
+                        if not _is_over(connection):
+                            return connection
+                        connection.close()
                 self._health.require_running()
                 self._arrival.wait(limits.CHECK_SECONDS)
             return None
@@ -193,9 +190,9 @@ class Peers:
             self._served[stream_id].put((rank, self._owned_by_caller(timed.connection)))
             return
         with self._arrival:
-            if sum(map(len, self._arrived.values())) >= _MOST_UNCLAIMED:
+            if len(self._arrived) >= _MOST_UNCLAIMED:
                 raise ValueError("too many connections that nobody has asked for")
-            self._arrived[rank, stream_id].append(self._owned_by_caller(timed.connection))
+            self._arrived.append((rank, stream_id, self._owned_by_caller(timed.connection)))
             self._arrival.notify_all()
 
     def _owned_by_caller(self, connection: socket.socket) -> socket.socket:
@@ -203,7 +200,7 @@ class Peers:
         connection.setblocking(False)
         # The hub detects a lost host, so that this connection needs no time limit of its own.
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)
-        with self._owning:
+        with self._lock:
             still_open = [owned for owned in self.owned_connections if owned.fileno() >= 0]
             self.owned_connections = frozenset([connection, *still_open])
         return connection
@@ -235,9 +232,3 @@ def _undelivered(connection: socket.socket) -> int:
     with contextlib.suppress(OSError, ValueError):
         fcntl.ioctl(connection, termios.TIOCOUTQ, count)
     return count[0]
-
-
-def _close_in_fork(peers: Peers | None) -> None:
-    """Close the copies of this forked child, or the others would not see the connections close."""
-    if peers is not None:
-        peers.close()

@@ -98,7 +98,6 @@ def _start_hub(membership: Membership, search: _HubSearch) -> _Met:
         _log.warning("%s", NO_SECRET)
     copied = ("job_id", "world_size", "expected_hosts", "host_key")
     settings = {name: getattr(membership, name) for name in copied}
-    began = time.monotonic()
     while True:
         try:
             hub = HubProcess(
@@ -116,7 +115,7 @@ def _start_hub(membership: Membership, search: _HubSearch) -> _Met:
             if met is not None:
                 return met
             if search.remaining() <= 0 or (
-                not search.is_busy and time.monotonic() > began + limits.OLD_HUB_SECONDS
+                not search.is_busy and time.monotonic() > search.began + limits.OLD_HUB_SECONDS
             ):
                 raise
             time.sleep(limits.OLD_HUB_PAUSE_SECONDS)
@@ -158,9 +157,9 @@ class _HubSearch:
     def __init__(self, membership: Membership, hello: Hello) -> None:
         self._membership = membership
         self._hello = hello
-        self._began = time.monotonic()
-        self._deadline = self._began + membership.connect_timeout
-        self._next_progress = self._began + limits.FIRST_PROGRESS_SECONDS
+        self.began = time.monotonic()
+        self._deadline = self.began + membership.connect_timeout
+        self._next_progress = self.began + limits.FIRST_PROGRESS_SECONDS
         self._outcomes: dict[str, str] = {}
         self._name = f"{hello.name} of job {hello.job_id!r}"
         self.is_busy = False
@@ -219,16 +218,8 @@ class _HubSearch:
         silence = "no answer"
         closure = "the connection was closed without an answer: a hub that is ending"
         self.is_busy = False
-
-        def report() -> None:
-            # The chief isn't warned here: the hub tells it which ranks are missing.
-            if not self._hello.is_chief:
-                self._progress("has reached the chief, which waits for other ranks")
-
         while True:
-            answer = timed.receive(
-                seconds, silent=f"{silence}: the hub is stopped", closed=closure, meanwhile=report
-            )
+            answer = timed.receive(seconds, silent=f"{silence}: the hub is stopped", closed=closure)
             said: Any
             # The first key tells what the answer is.
             verdict, said = next(iter(answer.items()), ("", None))
@@ -240,13 +231,12 @@ class _HubSearch:
                 if answer.get("for") is not None:
                     _log.warning(_CANDIDATE, os.getpid(), self._hello.candidate, wait)
             elif verdict == "waits_for":
-                waited = time.monotonic() - self._began
-                _log.warning(
-                    "after %.0f s: the chief waits for %s of job %r",
-                    waited,
-                    said,
-                    self._hello.job_id,
-                )
+                waited = time.monotonic() - self.began
+                text = f"the chief waits for {said} of job {self._hello.job_id!r}"
+                # One line says which ranks are missing.
+                if not self._hello.is_chief:
+                    text = f"{self._name} has reached the chief, which waits for other ranks"
+                _log.warning("after %.0f s: %s", waited, text)
             elif verdict == "refused":
                 raise RendezvousError(str(said))
             elif verdict == "busy":
@@ -267,7 +257,7 @@ class _HubSearch:
         time_now = time.monotonic()
         if time_now >= self._next_progress:
             self._next_progress = time_now + limits.NEXT_PROGRESS_SECONDS
-            _log.warning("after %.0f s: %s %s", time_now - self._began, self._name, activity)
+            _log.warning("after %.0f s: %s %s", time_now - self.began, self._name, activity)
 
     @property
     def _lines(self) -> list[str]:

@@ -5,10 +5,11 @@ Source of the numbering without a rank table: Ascend's CM_* scheme (numeric orde
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Union
 
@@ -83,11 +84,19 @@ class Hello:
         )
 
     @property
-    def signature(self) -> tuple:
-        """Return what must be the same on all ranks."""
-        versions = tuple(sorted(self.versions.items()))
-        settings = tuple(sorted(self.settings.items()))
-        return self.scheme, self.world_size, versions, settings
+    def compared(self) -> dict[tuple[str, str], str]:
+        """Return what must be the same on all ranks, by the problem that it is otherwise, and its name."""
+        texts = {("another scheme", ""): self.scheme}
+        texts["another world size", ""] = str(self.world_size)
+        for name, version in sorted(self.versions.items()):
+            texts["another version", f"{name} "] = version
+        for name, setting in sorted(self.settings.items()):
+            texts["another setting", f"{name} "] = setting
+        return texts
+
+    @property
+    def signature(self) -> frozenset:
+        return frozenset(self.compared.items())
 
 
 def start_time(pid: int) -> str:
@@ -137,6 +146,16 @@ class Arrival:
             return (self.host, self.hello.device_id)
         return self.hello.rank
 
+    @property
+    def order(self) -> tuple:
+        """Return by what arrivals are sorted to be numbered: the rank; address and device without a rank table."""
+        if self.hello.rank is not None:
+            return (self.hello.rank,)
+        address_value = -1
+        with contextlib.suppress(ValueError):
+            address_value = int(ipaddress.ip_address(self.host))
+        return address_value, self.host, self.hello.device_id
+
 
 class Roster:
     """The ranks of a job.
@@ -152,7 +171,7 @@ class Roster:
         # Several arrivals of one key are a contradiction.
         self._arrivals: dict[_Key, list[Arrival]] = {}
         self._departures: dict[_Key, Arrival] = {}
-        self._signatures = Counter[tuple]()
+        self._signatures = Counter[frozenset]()
         self._strangers: dict[str, None] = {}  # ranks of other jobs, as lines of the error
         self._unknown_clients: dict[str, str] = {}
         self.reference: Hello | None = None
@@ -240,10 +259,6 @@ class Roster:
     def _all_arrivals(self) -> list[Arrival]:
         return [arrival for rivals in self._arrivals.values() for arrival in rivals]
 
-    def sorted_arrivals(self) -> list[Arrival]:
-        """Return the arrivals by rank; by address and device where no rank table has numbered them."""
-        return sorted((rivals[0] for rivals in self._arrivals.values()), key=_sort_key)
-
     def absent_ranks(self) -> str:
         """Return the names of the ranks that haven't come, or only how many if the chief numbers them."""
         if self._numbers_ranks:
@@ -255,23 +270,23 @@ class Roster:
         """Return the text of the error: what happened, one line per rank, likely cause, what to do."""
         assert self.reference is not None
         problems = self._problems()
-        if problems == ["missing"]:
+        # Where ranks contradict each other, the count of the missing ones would be wrong anyway.
+        if problems:
+            headline = (
+                f"the ranks that came to job {self._job_id!r} don't match ({', '.join(problems)}):"
+            )
+        else:
+            problems = ["missing"]
             headline = (
                 f"EI0015: {self._absent()} of the {self._size} ranks of job {self._job_id!r} did not come within "
                 f"{self.reference.seconds:g} s (HCCL_CONNECT_TIMEOUT):"
-            )
-        else:
-            # Where ranks contradict each other, the count of the missing ones would be wrong anyway.
-            problems = [problem for problem in problems if problem != "missing"]
-            headline = (
-                f"the ranks that came to job {self._job_id!r} don't match ({', '.join(problems)}):"
             )
         lines = [f"  {line}" for line in self._lines()]
         remedies = [_REMEDIES[problem] for problem in problems]
         return "\n".join([headline, *lines, *remedies])
 
     def _problems(self) -> list[str]:
-        """Return the problems of all ranks, the most important one first."""
+        """Return how ranks contradict each other, the most important problem first."""
         problems = {
             problem
             for arrival in self._all_arrivals()
@@ -279,8 +294,6 @@ class Roster:
         }
         if self._has_doubles:
             problems.add("doubled rank")
-        if self._absent():
-            problems.add("missing")
         return [problem for problem in _REMEDIES if problem in problems]
 
     def _lines(self) -> list[str]:
@@ -309,7 +322,7 @@ class Roster:
                 f"{self._absent()} of {self._size}: missing (the chief would have numbered them)"
             )
         lines += self._strangers
-        for address, behaviour in list(self._unknown_clients.items())[-_UNKNOWN_SHOWN:]:
+        for address, behaviour in self._unknown_clients.items():
             lines.append(f"an unknown client at {address} {behaviour}; not counted")
         return lines
 
@@ -331,34 +344,22 @@ class Roster:
 
     def _differences(self, hello: Hello) -> list[tuple[str, str]]:
         """Return how a rank differs from the chief: each problem, a key of ``_REMEDIES``, with its details."""
-        chief = self.reference
-        assert chief is not None
+        assert self.reference is not None
+        texts = hello.compared
+        expected = self.reference.compared
         differences = []
-        if hello.scheme != chief.scheme:
-            differences.append(("another scheme", f"{hello.scheme} (the chief: {chief.scheme})"))
-        if hello.world_size != chief.world_size:
-            differences.append(
-                ("another world size", f"{hello.world_size} (the chief: {chief.world_size})")
-            )
-        for detail in _different(hello.versions, chief.versions):
-            differences.append(("another version", detail))
-        for detail in _different(hello.settings, chief.settings):
-            differences.append(("another setting", detail))
+        for key in {**expected, **texts}:
+            text = texts.get(key, "default")
+            expected_text = expected.get(key, "default")
+            if text != expected_text:
+                problem, name = key
+                differences.append((problem, f"{name}{text} (the chief: {expected_text})"))
         return differences
 
     def _rank_name(self, rank: int) -> str:
         if rank < len(self._expected_hosts):
             return f"rank {rank} on host {self._expected_hosts[rank]}"
         return f"rank {rank}"
-
-
-def _different(of_rank: Mapping[str, str], of_chief: Mapping[str, str]) -> Iterator[str]:
-    """Yield the names with different texts on a rank and on the chief."""
-    for name in sorted({*of_rank, *of_chief}):
-        text = of_rank.get(name, "default")
-        expected = of_chief.get(name, "default")
-        if text != expected:
-            yield f"{name} {text} (the chief: {expected})"
 
 
 # The most important contradiction comes first, and decides the remedy.
@@ -381,14 +382,3 @@ _REMEDIES = {
         "output; start all ranks within HCCL_CONNECT_TIMEOUT seconds of each other, or raise this limit on all of them."
     ),
 }
-
-
-def _sort_key(arrival: Arrival) -> tuple[int, int, str, int]:
-    """Return by what arrivals are sorted to be numbered: the rank, or else address and device."""
-    if arrival.hello.rank is not None:
-        return arrival.hello.rank, 0, "", 0
-    try:
-        address_value = int(ipaddress.ip_address(arrival.host))
-    except ValueError:
-        address_value = -1
-    return 0, address_value, arrival.host, arrival.hello.device_id

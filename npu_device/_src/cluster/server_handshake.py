@@ -20,21 +20,13 @@ class ServerHandshake:
         said: what the greeting holds besides the nonce; only to be trusted once it is proved.
     """
 
-    def __init__(self, secret: bytes, limit_after_proof: int) -> None:
+    def __init__(self, secret: bytes) -> None:
         self.is_proved = False
         self.said: Message = {}
         self._secret = secret
-        self._limit_after_proof = limit_after_proof
         self._client_nonce: str | None = None
         # Never used before, so that a recorded proof can't be replayed.
         self._own_nonce = secrets.token_hex()
-
-    @property
-    def limit(self) -> int:
-        """Return the length in bytes of the longest frame that the client may send next."""
-        if self.is_proved:
-            return self._limit_after_proof
-        return frames.LIMIT_BEFORE_PROOF
 
     def answer(self, message: Message) -> Message:
         """Return the reply to a message of the client.

@@ -34,8 +34,7 @@ class _Collection:
     """Values of some ranks, as JSON texts: those of a gather, or the answers to a question."""
 
     def __init__(self, ranks: set[int], is_partial: bool) -> None:
-        self.ranks = ranks
-        self.awaited = set(ranks)
+        self.awaited = ranks
         # What has come is handed out at the end of the time, or when the missing ranks have gone.
         self.is_partial = is_partial
         self.is_over = False
@@ -63,7 +62,7 @@ class Services:
         self._send = send
         self._later = later
         self._say = say
-        self._store: dict[str, str] = {}
+        self._store: dict[str, bytes] = {}
         self._readers: dict[_Request, str] = {}  # the key that each of them waits for
         self._posts: dict[str, dict[int, str]] = {}
         self._post_bytes = 0
@@ -123,7 +122,7 @@ class Services:
 
     def _do_set(self, request: _Request, message: Message) -> None:
         key = str(message["key"])
-        text = str(message["value"])
+        text = _text(message["value"]).encode()
         if key in self._store:
             self._refuse(request, "exists", key)
             return
@@ -132,13 +131,13 @@ class Services:
         for reader, read_key in list(self._readers.items()):
             if read_key == key:
                 del self._readers[reader]
-                self._answer(reader, json.dumps(text).encode())
+                self._answer(reader, text)
 
     def _do_get(self, request: _Request, message: Message) -> None:
         key = str(message["key"])
         seconds = _seconds_of(message)
         if key in self._store:
-            self._answer(request, json.dumps(self._store[key]).encode())
+            self._answer(request, self._store[key])
             return
 
         def give_up() -> None:
@@ -174,11 +173,9 @@ class Services:
         seconds = _seconds_of(message)
         text = _text(message["value"])
         rank, _ = request
-        gather = self._collections.get(key)
-        if gather is None:
-            ranks = message["ranks"]
-            gather = _Collection(self._ranks(ranks), is_partial=ranks is not None)
-        if rank not in gather.ranks or (rank in gather.texts and not gather.is_over):
+        ranks = message["ranks"]
+        gather = self._collections.get(key) or _Collection(self._ranks(ranks), ranks is not None)
+        if rank not in gather.awaited and not gather.is_over:
             raise ValueError("not, or twice, in the gather")
         self._begin(key, gather, seconds)
         gather.add(rank, text)
@@ -192,11 +189,10 @@ class Services:
         seconds = _seconds_of(message)
         answers = self._collections.get(key)
         if answers is None:
-            ranks = self._ranks(message["ranks"])
-            answers = _Collection(ranks, True)
+            answers = _Collection(self._ranks(message["ranks"]), True)
             frame = frames.encode({"push": "question", "question": question})
             self._begin(key, answers, seconds)
-            for rank in ranks - self._absent:
+            for rank in answers.awaited - self._absent:
                 self._send(rank, frame)
         answers.waiting.append(request)
         self._settle(key)
@@ -289,14 +285,12 @@ class Services:
         self._is_told = True  # the rank has raised an error, and ends because of it
 
     def _do_failed(self, request: _Request, message: Message) -> None:
-        event = dict(message["event"])
-        texts = {name: str(event[name]) for name in ("error", "traceback")}
+        event = {name: str(message["event"][name]) for name in ("error", "traceback")}
         rank, _ = request
         if not self._failing:
             self._failing = True
             # The rank is the one that the connection belongs to, whatever the event says.
-            checked_event = {**event, **texts, "rank": rank}
-            self._push(frames.encode({"push": "failed", "event": checked_event}))
+            self._push(frames.encode({"push": "failed", "event": {**event, "rank": rank}}))
 
     # How it is done
 

@@ -86,6 +86,8 @@ ALIVE_SECONDS = 10.0  # for those to say that they are alive
 
 # A client that hasn't proved the secret and sent its hello by then is not a rank.
 PROOF_SECONDS = 5.0
+# Between two looks at whether all ranks have come, or the time for that is up.
+WAITING_TICK_SECONDS = 0.1
 # After a contradiction: ranks that are just connecting get the error, too.
 CONTRADICTION_SECONDS = 1.5
 # Once all have come: for a process that has started one of them, and may be the rank.

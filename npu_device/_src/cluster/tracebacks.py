@@ -1,6 +1,6 @@
 """Tracebacks as lists, of which the frames of the user's files are shown, and each error once.
 
-A rank records its own. The launcher parses what ranks without a record have printed.
+Parsed are the traceback that a rank records, and what ranks without a record have printed.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ import itertools
 import os
 import re
 import sysconfig
-import traceback
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 _PRINTED_HEADER = re.compile(r"[\s+|]*(Exception Group )?Traceback \(most recent call last\):")
 _PRINTED_FRAME = re.compile(r'(?P<indent>[ |]*)File "(?P<file>[^"]+)", line (?P<line>\d+)')
@@ -72,13 +71,6 @@ def is_user_file(file: str) -> bool:
     )
 
 
-def errors_of(error: BaseException) -> list[PrintedError]:
-    """Return an error, and before it those that caused it, in the order in which Python prints them."""
-    # The text of an error of TensorFlow contains frames, and whole tracebacks.
-    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    return [printed for printed in parse(text.splitlines()) if printed.blocks]
-
-
 def parse(lines: Iterable[str]) -> list[PrintedError]:
     """Return the errors among printed lines, after what stands before the first traceback."""
     errors = [PrintedError("", "", [])]
@@ -116,14 +108,6 @@ def _blocks(lines: Iterable[str]) -> list[Block]:
             indent = None
             blocks.append(Block(line))
     return blocks
-
-
-def from_record(errors: Any) -> list[PrintedError]:
-    """Return the errors of a record, for which JSON has made lists of the tuples."""
-    return [
-        PrintedError(str(link), str(header), [Block(str(t), str(f), int(n)) for t, f, n in blocks])
-        for link, header, blocks in errors
-    ]
 
 
 def without_libraries(errors: Sequence[PrintedError]) -> tuple[str, int]:

@@ -48,8 +48,6 @@ def start(job: Job) -> None:
     job.serves_others = True
     # Nobody may connect to a server that isn't there yet.
     job.control.gather("server/up", None, timeout)
-    # TensorFlow may learn of a closed connection, and abort, before the hub has told that a rank is gone.
-    job.health.symptoms.append(lambda error: "Collective ops is aborted" in str(error))
     job.health.on_stop(lambda text: context.abort_collective_ops(tf.errors.UNAVAILABLE, text))
 
 

@@ -11,11 +11,12 @@ from typing import Any
 import tensorflow as tf
 
 from npu_device._src import compat, environment
-from npu_device._src.gradients.reduction import ReductionOptions
-from npu_device._src.horovod.local_gradients import LocalGradients, LocalSources
+from npu_device._src.gradients.reduction import ReductionOptions, weighted
+from npu_device._src.horovod.local_gradients import LocalGradients
 from npu_device._src.horovod.shared_arguments import described, with_effect
 from npu_device._src.horovod.tensor_ops import Average, Compression, reduction_of_op
 from npu_device._src.tf1.distributed_optimizer import DelegatingOptimizer
+from npu_device._src.training.distribute import ranks
 from npu_device._src.training.distribute.reduce_values import reduce_by_hand
 from npu_device._src.training.opening.current_world import world_unless_child
 from npu_device._src.training.optimizers.optimizer_wrapper import (
@@ -171,7 +172,11 @@ def DistributedGradientTape(
     # The original ends its recording, once.
     tape._recording = False
     tape.npu_settings = _settings(**with_effect(arguments))
-    tape.npu_local = LocalSources(scale_local_gradients)
+    tape.npu_local_factor = 1.0
+    if scale_local_gradients:
+        # The losses of all ranks may depend on such a variable, and its gradient is their sum.
+        tape.npu_local_factor /= ranks.size()
+    tape.npu_local_sources = {}  # variables by their ids
     return tape
 
 
@@ -200,49 +205,57 @@ def PartialDistributedGradientTape(
 
 @functools.cache
 def _distributed(original: Any) -> Any:
-    @compat.do_not_convert
-    def gradient(
-        self: Any,
-        target: Any,
-        sources: Any,
-        output_gradients: Any = None,
-        use_generic_names: bool = False,
-        **options: Any,
-    ) -> Any:
-        """Return the gradients, reduced over all ranks but for those of local sources."""
-        nested = original.gradient(self, target, sources, output_gradients, **options)
-        gradients = tf.nest.flatten(nested)
-        nested_sources = tf.nest.flatten(sources)
-        is_local = [self.npu_local.has(source) for source in nested_sources]
-        common = [gradient for gradient, local in zip(gradients, is_local) if not local]
-        # The gradients are reduced as one list, so that the split strategy sees all of them together.
-        reduced = iter(_reduced(common, *self.npu_settings) if common else ())
-        for position, local in enumerate(is_local):
-            if local:
-                gradients[position] = self.npu_local.scaled(gradients[position])
-            else:
-                gradients[position] = next(reduced)
-        return tf.nest.pack_sequence_as(nested, gradients)
+    class Tape(original):
+        """A tape whose gradients are reduced."""
 
-    def register_local_source(self: Any, source: Any) -> None:
-        """Leave the gradient of a variable to each rank."""
-        self.npu_local.add(source)
+        @compat.do_not_convert
+        def gradient(
+            self: Any,
+            target: Any,
+            sources: Any,
+            output_gradients: Any = None,
+            use_generic_names: bool = False,
+            **options: Any,
+        ) -> Any:
+            """Return the gradients, reduced over all ranks but for those of local sources."""
+            nested = original.gradient(self, target, sources, output_gradients, **options)
+            gradients = tf.nest.flatten(nested)
+            local = []
+            common = []
+            for position, source in enumerate(tf.nest.flatten(sources)):
+                if self.npu_is_local(source):
+                    local.append(position)
+                else:
+                    common.append(position)
+            for position in local:
+                if gradients[position] is not None:
+                    gradients[position] = weighted(gradients[position], self.npu_local_factor)
+            if common:
+                # They are reduced as one list, so that the split strategy sees all of them together.
+                sent = [gradients[position] for position in common]
+                for position, reduced in zip(common, _reduced(sent, *self.npu_settings)):
+                    gradients[position] = reduced
+            return tf.nest.pack_sequence_as(nested, gradients)
 
-    @compat.do_not_convert
-    def get_local_and_global_gradients(
-        self: Any, target: Any, sources: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Return pairs of variable and gradient: those of local sources, and the others."""
-        pairs = list(zip(sources, self.gradient(target, sources, *args, **kwargs)))
-        local = []
-        common = []
-        for pair in pairs:
-            if self.npu_local.has(pair[0]):
-                local.append(pair)
-            else:
-                common.append(pair)
-        return local, common
+        def register_local_source(self: Any, source: Any) -> None:
+            """Leave the gradient of a variable to each rank."""
+            # The inner variable is kept, since Keras wraps it anew where a script asks for it.
+            inner = compat.inner_variable(source)
+            self.npu_local_sources[id(inner)] = inner
 
-    methods = (gradient, register_local_source, get_local_and_global_gradients)
-    names = {method.__name__: method for method in methods}
-    return type(original.__name__, (original,), {**names, "__module__": original.__module__})
+        def npu_is_local(self: Any, source: Any) -> bool:
+            """Return whether the gradient of a variable is left to each rank."""
+            return id(compat.inner_variable(source)) in self.npu_local_sources
+
+        @compat.do_not_convert
+        def get_local_and_global_gradients(
+            self: Any, target: Any, sources: Any, *args: Any, **kwargs: Any
+        ) -> Any:
+            """Return pairs of variable and gradient: those of local sources, and the others."""
+            pairs = list(zip(sources, self.gradient(target, sources, *args, **kwargs)))
+            local = [pair for pair in pairs if self.npu_is_local(pair[0])]
+            common = [pair for pair in pairs if not self.npu_is_local(pair[0])]
+            return local, common
+
+    Tape.__name__ = original.__name__
+    return Tape

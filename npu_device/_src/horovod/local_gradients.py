@@ -1,48 +1,18 @@
-"""Gradients that a rank keeps: those of several batches until they are reduced, and those of variables of its own."""
+"""Gradients that a rank keeps until they are reduced: those of several batches."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import MethodType
 from typing import Any
 
 import tensorflow as tf
 
 from npu_device._src import compat
-from npu_device._src.gradients.reduction import weighted
-from npu_device._src.training.distribute import ranks
-from npu_device._src.training.watching.partial_sums import warn_of_file
+from npu_device._src.training.optimizers.accumulation import save_own_variables, trackable_children
 from npu_device._src.training.watching.wrapped_optimizers import reducer_of, reducing_optimizer
 
 _as_it_is = compat.do_not_convert
-
-
-class LocalSources:
-    """The variables that each rank trains by itself: their gradients aren't reduced.
-
-    Args:
-        scales: gradients are divided by the number of ranks. The losses of all ranks may depend on such a variable, and
-            its gradient is their sum.
-    """
-
-    def __init__(self, scales: bool) -> None:
-        self._factor = 1.0
-        if scales:
-            self._factor /= ranks.size()
-        self._variables: list = []
-
-    def add(self, variable: Any) -> None:
-        # The inner variable is kept, since Keras wraps it anew where a script asks for it.
-        self._variables.append(compat.inner_variable(variable))
-
-    def has(self, variable: Any) -> bool:
-        inner = compat.inner_variable(variable)
-        return any(inner is local for local in self._variables)
-
-    def scaled(self, gradient: Any) -> Any:
-        """Return the gradient of such a variable, as Horovod returns it."""
-        if gradient is None:
-            return None
-        return weighted(gradient, self._factor)
 
 
 def _dense(gradient: Any) -> Any:
@@ -116,28 +86,18 @@ class LocalGradients:
     def _keep_sums(self, optimizer: Any) -> None:
         """Let checkpoints keep what this rank has added up, and other files cause a warning."""
         own_build: Any = getattr(optimizer, "build", None)
-        own_save: Any = getattr(optimizer, "save_own_variables", None)
-        own_children: Any = optimizer._trackable_children
 
         def build_with_sums(variables: Any) -> None:
             own_build(variables)
             self._make_sums(optimizer, variables)
 
-        def save_own_variables(store: Any) -> None:
-            warn_of_file(optimizer, self._sums.values())
-            own_save(store)
-
-        def trackable_children(save_type: str = "checkpoint", **kwargs: Any) -> Any:
-            if save_type == "checkpoint":
-                warn_of_file(optimizer, self._sums.values())
-            return own_children(save_type, **kwargs)
-
         # Legacy optimizers of tf-keras have no ``build``.
         if own_build is not None:
             optimizer.build = build_with_sums
-        if own_save is not None:
-            optimizer.save_own_variables = save_own_variables
-        optimizer._trackable_children = trackable_children
+        if hasattr(optimizer, "save_own_variables"):
+            optimizer.save_own_variables = MethodType(save_own_variables, optimizer)
+        optimizer._trackable_children = MethodType(trackable_children, optimizer)
+        optimizer.npu_partial_sums = self._sums.values
 
     def enter(self, optimizer: Any, gradients: Sequence, variables: Sequence, apply: Any) -> Any:
         """Apply gradients, or only add them up if it isn't time yet."""

@@ -90,15 +90,14 @@ class _Finder:
         """Return the spec of a module of Horovod's that is offered; None for all other modules."""
         # Only Horovod's names are looked up here: Python itself finds the modules of this package.
         is_of_horovod = cls.replaces_horovod and name.startswith(f"{_HOROVOD}.")
-        if not is_of_horovod and not name.startswith(f"{_OWN_PACKAGE}."):
+        own_name = name
+        if is_of_horovod:
+            own_name = f"npu_device.{name}"
+        submodule = own_name.removeprefix(f"{_OWN_PACKAGE}.")
+        if submodule == own_name:
             return None
-        submodule = name[len(_HOROVOD if is_of_horovod else _OWN_PACKAGE) + 1 :]
         instead = _INSTEAD.get(submodule.split(".", 1)[0])
-        if (
-            instead is None
-            and is_of_horovod
-            and importlib.util.find_spec(f"{_OWN_PACKAGE}.{submodule}") is None
-        ):
+        if instead is None and is_of_horovod and importlib.util.find_spec(own_name) is None:
             instead = (
                 "the modules are horovod.tensorflow, horovod.tensorflow.keras and horovod.keras; see "
                 + PAGE
@@ -115,7 +114,7 @@ class _Finder:
     def create_module(spec: ModuleSpec) -> ModuleType:
         """Return the module that is meant."""
         # The module is imported under its own name, so that both names stand for one module with one state.
-        module = importlib.import_module(spec.name.replace(_HOROVOD, _OWN_PACKAGE, 1))
+        module = importlib.import_module(f"npu_device.{spec.name}")
         # The spec is kept where ``exec_module`` finds it again.
         spec.loader_state = module.__spec__
         return module

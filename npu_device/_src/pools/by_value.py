@@ -69,7 +69,15 @@ def call(sent: Call) -> bytes:
     linecache.cache.update(sent.lines)
     memory = mapped(sent.memory)
     arrays = [array_at(memory, place) for place in sent.places]
-    function, arguments = _Unpickler(sent.pickled, arrays).load()
+
+    class Unpickler(pickle.Unpickler):
+        """Puts large arrays in."""
+
+        def persistent_load(self, index: int) -> np.ndarray:
+            """Return a large array."""
+            return arrays[index]
+
+    function, arguments = Unpickler(io.BytesIO(sent.pickled)).load()
     result = function(*arguments)
     try:
         return _pickled(result)
@@ -123,16 +131,6 @@ def _pickled(value: Any, arrays: dict[int, np.ndarray] | None = None) -> bytes:
     stream = io.BytesIO()
     Pickler(stream).dump(value)
     return stream.getvalue()
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, pickled: bytes, arrays: list[np.ndarray]) -> None:
-        super().__init__(io.BytesIO(pickled))
-        self._arrays = arrays
-
-    def persistent_load(self, index: int) -> np.ndarray:
-        """Return a large array."""
-        return self._arrays[index]
 
 
 def _culprit(function: Callable, arguments: tuple) -> tuple[str, str]:

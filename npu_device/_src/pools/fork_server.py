@@ -3,8 +3,7 @@ imports take seconds, and tests start many ranks. It runs nothing itself, and ha
 fork could break.
 
 Reads one order per line from its standard input (see ``forked.py``), answers with the number of the process, and writes
-how and when it ended into the file that the order names. When the input ends, the server ends, and the system kills
-its ranks.
+how it ended into the file that the order names. When the input ends, the server ends, and the system kills its ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import select
 import signal
 import sys
 import tempfile
-import time
 import types
 from pathlib import Path
 from typing import Any
@@ -53,6 +51,7 @@ import npu_device._api  # noqa: E402, F401
 from npu_device._src.compat.live_objects import freeze_modules  # noqa: E402
 from npu_device._src.membership.never_opened import warn_at_exit  # noqa: E402
 from npu_device._src.membership.parent_rank import mark_as_candidate  # noqa: E402
+from npu_device._src.whole_files import write_whole  # noqa: E402
 
 tf.keras.Sequential  # noqa: B018 - loads Keras 2, too
 # Only forks of this process are ranks.
@@ -107,13 +106,8 @@ def serve() -> dict[str, Any] | None:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
                 break
-            _report(status_of.pop(pid), os.waitstatus_to_exitcode(status))
-
-
-def _report(path: str, code: int) -> None:
-    # Renamed when it is whole, so that a reader finds no file, or all of it.
-    Path(path + ".part").write_text(f"{code} {time.monotonic()}")
-    os.replace(path + ".part", path)
+            code = os.waitstatus_to_exitcode(status)
+            write_whole(status_of.pop(pid), str(code).encode())
 
 
 def become(order: dict[str, Any]) -> types.ModuleType:

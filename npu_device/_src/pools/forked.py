@@ -35,7 +35,6 @@ _BLOCK_BYTES = 1 << 20
 _servers: dict[frozenset[tuple[str, str]], subprocess.Popen[str]] = {}
 _start_lock = threading.Lock()
 _numbers = itertools.count()
-_running: dict[int, ForkedProcess] = {}  # processes by their numbers, until their end has been seen
 
 
 @functools.cache
@@ -63,7 +62,7 @@ class ForkedProcess:
             folder = _directory()
         self._output = Path(folder) / f"{process_id}.log"
         self._status = Path(folder) / f"{process_id}.status"
-        self.name = " ".join(arguments)
+        self._output.touch()
         order = {
             "arguments": arguments,
             # Ranks that are killed leave temporary files, which are removed with this folder.
@@ -78,8 +77,6 @@ class ForkedProcess:
             self._server = _server(environment)
             self.pid = self._pid(json.dumps(order))
         self.returncode: int | None = None
-        self.ended_at = 0.0  # time of the end, by time.monotonic()
-        _running[self.pid] = self
 
     def _pid(self, order: str) -> int:
         server = self._server
@@ -101,19 +98,13 @@ class ForkedProcess:
 
     def read(self, position: int) -> bytes:
         """Return a block of the output from a position on."""
-        try:
-            with self._output.open("rb") as output:
-                output.seek(position)
-                return output.read(_BLOCK_BYTES)
-        except FileNotFoundError:
-            # The script has not begun.
-            return b""
+        with self._output.open("rb") as output:
+            output.seek(position)
+            return output.read(_BLOCK_BYTES)
 
     @property
     def output(self) -> str:
         """Return what the script has printed so far, with its errors."""
-        if not self._output.exists():
-            return ""
         return self._output.read_text(errors="replace")
 
     def remove_files(self) -> None:
@@ -122,16 +113,13 @@ class ForkedProcess:
         self._status.unlink(missing_ok=True)
 
     def poll(self) -> int | None:
-        if self.returncode is None and self._server.poll() is not None:
-            # The system has killed it with its server, which writes no more; what it has written counts.
-            self.returncode = -signal.SIGKILL
-            self.ended_at = time.monotonic()
-            _running.pop(self.pid, None)
-        if self.returncode in (None, -signal.SIGKILL) and self._status.exists():
-            code, ended_at = self._status.read_text().split()
-            self.returncode = int(code)
-            self.ended_at = float(ended_at)
-            _running.pop(self.pid, None)
+        if self.returncode is None:
+            is_killed = self._server.poll() is not None
+            if self._status.exists():
+                self.returncode = int(self._status.read_text())
+            elif is_killed:
+                # The system has killed it with its server, which has written no end before.
+                self.returncode = -signal.SIGKILL
         return self.returncode
 
     def wait(self, timeout: float = 60) -> int:
@@ -208,14 +196,6 @@ def _server(environment: dict[str, str]) -> subprocess.Popen[str]:
             start_new_session=True,
         )
     return _servers[key]
-
-
-def running() -> list[ForkedProcess]:
-    return [process for process in list(_running.values()) if process.poll() is None]
-
-
-def servers() -> list[subprocess.Popen[str]]:
-    return list(_servers.values())
 
 
 def close() -> None:

@@ -248,9 +248,6 @@ class Pool:
             for rank, (file, length) in enumerate(zip(files, lengths))
         }
 
-    def descriptors(self) -> list[int]:
-        return [connection.fileno() for connection in self._connections if not connection.closed]
-
     def tails(self) -> str:
         tails = []
         for rank, process in enumerate(self._processes):

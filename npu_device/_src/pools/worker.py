@@ -25,29 +25,27 @@ from npu_device._src.report.timeline import ask_for_timeline
 from npu_device._src.training.opening import device
 
 
-class Start:
-    """What a function may change for the next one, as it was at the start of this process."""
+def _restorer() -> Callable[[], None]:
+    """Return a function that undoes what a call may change for the next one, to what it is now."""
+    environment = dict(os.environ)
+    directory = os.getcwd()
+    python_random = random.getstate()
+    numpy_random = np.random.get_state()
+    loaded = [sys.modules[name] for name in ("keras", "tf_keras") if name in sys.modules]
+    settings = [_settings_of(keras) for keras in loaded]
 
-    def __init__(self) -> None:
-        self._environment = dict(os.environ)
-        self._directory = os.getcwd()
-        self._python_random = random.getstate()
-        self._numpy_random = np.random.get_state()
-        loaded = [sys.modules[name] for name in ("keras", "tf_keras") if name in sys.modules]
-        self._keras = [_settings_of(keras) for keras in loaded]
-
-    def restore(self) -> None:
-        if os.environ != self._environment:
+    def restore() -> None:
+        if os.environ != environment:
             os.environ.clear()
-            os.environ.update(self._environment)
-        os.chdir(self._directory)
-        random.setstate(self._python_random)
-        np.random.set_state(self._numpy_random)
+            os.environ.update(environment)
+        os.chdir(directory)
+        random.setstate(python_random)
+        np.random.set_state(numpy_random)
         tf.random.set_seed(None)
         # Otherwise, the same seed would do nothing in the next call, and another one would be an error.
         device.forget_seed()
         tf.config.run_functions_eagerly(False)
-        for keras, floatx, image_format, policy in self._keras:
+        for keras, floatx, image_format, policy in settings:
             try:
                 # A collection of garbage can take long.
                 keras.backend.clear_session(free_memory=False)
@@ -57,6 +55,8 @@ class Start:
             keras.backend.set_floatx(floatx)
             keras.backend.set_image_data_format(image_format)
             keras.mixed_precision.set_global_policy(policy)
+
+    return restore
 
 
 def _settings_of(keras: Any) -> tuple[Any, str, str, str]:
@@ -163,7 +163,7 @@ def main() -> None:
             # A pool asks by this signal where a rank is that doesn't answer.
             faulthandler.register(signal.SIGUSR1, file)
             _calls.send((handle.worker_id, os.getpid()))
-            answer_calls(Start().restore)
+            answer_calls(_restorer())
             if (
                 _error is not None
                 and not isinstance(_error, SystemExit)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import importlib.abc
-import importlib.util
 import sys
 from collections.abc import Sequence
+from importlib.machinery import PathFinder
 from types import ModuleType
 from typing import Any, Callable
 
@@ -20,7 +20,6 @@ class AfterImport(importlib.abc.MetaPathFinder):
     def __init__(self, imported: Callable[[Sequence[ModuleType]], None], *names: str) -> None:
         self._imported = imported
         self._names = ("tensorflow", *KERAS_PACKAGES, *names)
-        self._busy = set[str]()
         # Modules that the script's start has imported already.
         self._waiting = [sys.modules[name] for name in self._names if name in sys.modules]
         self._depth = 0
@@ -34,17 +33,12 @@ class AfterImport(importlib.abc.MetaPathFinder):
             self._imported(modules)
 
     def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> Any:
-        """Return the spec that Python would find, with a loader that tells the end of the import."""
-        if name not in self._names or name in self._busy:
+        """Return the spec that Python would find on its path, with a loader that tells the end of the import."""
+        if name not in self._names:
             return None
-        # To ask Python for the spec calls this method once more.
-        self._busy.add(name)
-        try:
-            spec = importlib.util.find_spec(name)
-        finally:
-            self._busy.discard(name)
+        spec = PathFinder.find_spec(name, path, target)
         if spec is None or spec.loader is None:
-            return spec
+            return None
         run = spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:

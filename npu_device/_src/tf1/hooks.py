@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import numbers
 import os
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +23,7 @@ from npu_device._src.training.watching.session_ends import compare_at_end
 from npu_device._src.world.world import value_of
 
 _log = logging.getLogger("npu_device")
+_LOOPS = "_npu_loops"  # attribute of a graph
 _UNREDUCED = (
     "the graph of this session applies gradients of %s that were not reduced: each of the %d ranks trains a model of "
     "its own.\nLikely cause: the optimizer isn't wrapped; the result of a reduction isn't used; or only the loss is "
@@ -80,7 +80,6 @@ class NPUBroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
 
     def __init__(self, root_rank: int | None = None, index: Any = None) -> None:
         self._root_rank = root_rank or 0
-        self._index = index
         self._broadcast: Any = None
 
     def begin(self) -> None:
@@ -88,7 +87,7 @@ class NPUBroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
         if job is not None and job.cluster.world_size > 1:
             _warn_if_unreduced(job)
             # The graph takes no operations once the session has been made.
-            self._broadcast = broadcast_global_variables(self._root_rank, self._index)
+            self._broadcast = broadcast_global_variables(self._root_rank)
 
     def after_create_session(self, session: Any, coord: Any) -> None:
         if self._broadcast is not None:
@@ -251,7 +250,7 @@ class SetIterationsVarHook(tf.compat.v1.train.SessionRunHook):
         self._iterations_per_loop = iterations_per_loop or 1
 
     def after_create_session(self, session: Any, coord: Any) -> None:
-        for loop in _loops.get(session.graph, ()):
+        for loop in getattr(session.graph, _LOOPS, ()):
             loop.load_iteration_per_loop_var(session, self._iterations_per_loop)
 
 
@@ -286,9 +285,9 @@ class IterationPerLoop:
             ValueError: ``train_op`` is not an operation.
         """
         _require_operation(train_op)
-
         # The inner run has to be fed with their values, which it can't see.
-        placeholders = _placeholders_before(train_op)
+        nodes = compat.walk([train_op], compat.producers)
+        placeholders = [node.outputs[0] for node in nodes if node.type.startswith("Placeholder")]
 
         def steps(*fed: np.ndarray) -> list[np.ndarray]:
             self._failure = None
@@ -304,8 +303,8 @@ class IterationPerLoop:
                 raise self._failure
             return steps_made
 
-        # Loops that aren't referred to any more need no number of steps.
-        _loops.setdefault(train_op.graph, weakref.WeakSet()).add(self)
+        # The graph keeps the loop alive, as it does the operation.
+        vars(train_op.graph).setdefault(_LOOPS, []).append(self)
         with train_op.graph.as_default():
             [steps_made] = call_python(steps, placeholders, [tf.TensorSpec([], tf.int64)])
             # In ``steps`` the dataset around it would make another error of the failure.
@@ -324,12 +323,6 @@ class IterationPerLoop:
         """
         self._session = sess
         self._steps = _checked(iterations_per_loop)
-
-
-# Weak on both sides: a loop knows its session, which knows the graph. The operation keeps the loop alive.
-_loops: weakref.WeakKeyDictionary[tf.Graph, weakref.WeakSet[IterationPerLoop]] = (
-    weakref.WeakKeyDictionary()
-)
 
 
 def set_iteration_per_loop(sess: Any, train_op: Any, iterations_per_loop: int = 1) -> Any:
@@ -352,15 +345,6 @@ def set_iteration_per_loop(sess: Any, train_op: Any, iterations_per_loop: int = 
     iterations = loop.create_iteration_per_loop_var(train_op)
     loop.load_iteration_per_loop_var(sess, iterations_per_loop)
     return iterations
-
-
-def _placeholders_before(operation: tf.Operation) -> list[tf.Tensor]:
-    """Return the placeholders that an operation needs. A nested run sees nothing that is fed to the outer one."""
-    placeholders = []
-    for source in compat.walk([operation], compat.producers):
-        if source.type.startswith("Placeholder"):
-            placeholders.append(source.outputs[0])
-    return placeholders
 
 
 def _require_operation(train_op: Any) -> None:

@@ -182,15 +182,10 @@ class NPURunConfig(_RunConfig):
     )
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        by_position = dict(zip(_ARGUMENTS, arguments))
-        twice = sorted(by_position.keys() & keywords.keys())
-        if twice:
-            raise TypeError(f"NPURunConfig() got multiple values for {', '.join(twice)}")
-        if len(arguments) > len(_ARGUMENTS):
-            raise TypeError(
-                f"NPURunConfig() takes {len(_ARGUMENTS)} positional arguments; found {len(arguments)}"
-            )
-        settings = {**_ARGUMENTS, **by_position, **keywords}
+        passed = self.__signature__.bind(*arguments, **keywords).arguments
+        # Keywords that this package doesn't know are one argument there.
+        passed.update(passed.pop("keywords", {}))
+        settings = {**_ARGUMENTS, **passed}
         _check(settings)
         if settings["save_checkpoints_steps"] is None and settings["save_checkpoints_secs"] is None:
             # The default is Ascend's, and counts only where the user hasn't given seconds.
@@ -198,7 +193,7 @@ class NPURunConfig(_RunConfig):
         if settings["session_config"] is not None:
             settings["session_config"] = npu_session_config_init(settings["session_config"])
         # Options are set only by what the script has passed: a default must not overwrite one that is set.
-        for name in by_position.keys() | keywords.keys():
+        for name in passed:
             set_option(name, settings[name])
         if settings["profiling_config"] is not None:
             set_option("profiling_mode", settings["profiling_config"].enable_profiling)

@@ -69,9 +69,9 @@ def unpacked(data: bytes, ranks: Sequence[str], trusted: bool) -> list:
             content = data[start:position]
             if len(content) < length or form not in (_PICKLED, _PLAIN, _REFUSED):
                 raise ValueError("cut off, or of no known kind")
-            plain = None
+            sent = None
             if form == _PLAIN:
-                plain = from_json(content)
+                sent = from_json(content)
         except Exception as error:
             # Anything may be wrong with bytes of another process.
             raise ClusterError(
@@ -87,9 +87,8 @@ def unpacked(data: bytes, ranks: Sequence[str], trusted: bool) -> list:
         if form == _PICKLED and not trusted:
             raise ClusterError(f"{rank} has sent a pickled object, which isn't read.\n{_REMEDY}")
         if form == _PICKLED:
-            values.append(pickle.loads(content))
-        else:
-            values.append(plain)
+            sent = pickle.loads(content)
+        values.append(sent)
     return values
 
 

@@ -75,22 +75,18 @@ def share_of_batch(batch: Any, rank: int, size: int, division: str = "alike") ->
     start = rank * total // size
     end = (rank + 1) * total // size
     # A rank without units works on one that doesn't count: the others wait for it in the collectives of the step.
-    if isinstance(total, int):
-        low = min(start, max(total - 1, 0))
-        high = max(end, low + 1)
-    else:
-        low = tf.minimum(start, tf.maximum(total - 1, 0))
-        high = tf.maximum(end, low + 1)
-    samples = run_of(batch, total, low, high, division)
+    samples = run_of(batch, total, start, _at_least(start + 1, end), division)
     return Share(samples, end - start, total)
+
+
+def _at_least(least: Number, number: Number) -> Number:
+    if isinstance(number, int):
+        return max(least, number)
+    return tf.maximum(least, number)
 
 
 def lengths_of(batch: Any) -> list[Number]:
     return list(map(length_of, filter(_is_divisible, tf.nest.flatten(batch))))
-
-
-def units_of(batch: Any) -> Number:
-    return _common_divisor(lengths_of(batch))
 
 
 def run_of(batch: Any, total: Number, start: Number, end: Number, division: str = "alike") -> Any:
@@ -103,11 +99,7 @@ def run_of(batch: Any, total: Number, start: Number, end: Number, division: str 
         unit_length: Number = 1
         if has_units:
             # An empty batch has no unit, and mustn't divide by 0.
-            if isinstance(total, int):
-                units = max(total, 1)
-            else:
-                units = tf.maximum(total, 1)
-            unit_length = length_of(leaf) // units
+            unit_length = length_of(leaf) // _at_least(1, total)
         return _cut(leaf, start * unit_length, end * unit_length)
 
     return tf.nest.map_structure(cut, batch)
@@ -256,7 +248,9 @@ def named_leaves(name: str, batch: Any) -> Iterator[tuple[str, Any]]:
         yield name, batch
 
 
-def _common_divisor(lengths: Sequence[Number]) -> Number:
+def units_of(batch: Any) -> Number:
+    """Return the greatest common divisor of the lengths of a batch's tensors."""
+    lengths = lengths_of(batch)
     if all(isinstance(length, int) for length in lengths):
         return math.gcd(*lengths)
     if len(lengths) == 1:

@@ -213,7 +213,7 @@ def _reduced_in_update(
 @_as_it_is
 def save_own_variables(self: Any, store: Any) -> None:
     """Stand in for the method of an optimizer that writes its variables to a file of Keras."""
-    warn_of_file(self, compat.all_accumulators_of(self))
+    warn_of_file(self, _partial_sums(self))
     type(self).save_own_variables(self, store)
 
 
@@ -221,5 +221,13 @@ def save_own_variables(self: Any, store: Any) -> None:
 def trackable_children(self: Any, save_type: str = "checkpoint", **kwargs: Any) -> Any:
     """Stand in for the method of an optimizer that tells ``tf.train.Checkpoint`` what to write."""
     if save_type == "checkpoint":
-        warn_of_file(self, compat.all_accumulators_of(self))
+        warn_of_file(self, _partial_sums(self))
     return type(self)._trackable_children(self, save_type, **kwargs)
+
+
+def _partial_sums(optimizer: Any) -> list:
+    # Horovod's have a function of this name, which returns them.
+    return [
+        *compat.all_accumulators_of(optimizer),
+        *getattr(optimizer, "npu_partial_sums", tuple)(),
+    ]

@@ -64,7 +64,7 @@ class Share:
             )
         slots = self._slots
         key = slots.key_of(self._index)
-        fetched = slots.exchange.bytes_on_request.fetch(self.owner, slots.keeper, key)
+        fetched = slots.exchange.bytes_on_request.exchange(self.owner, slots.keeper, key)
         if fetched is None or len(fetched) != bytes_of(self._slot):
             raise RuntimeError(
                 f"{self}can't be read now: that rank has made a different number of updates.\nWhat to do: read and "
@@ -95,7 +95,8 @@ class Share:
         content = compat.bytes_of_tensor(tf.cast(tensor, self._slot.dtype))
         slots = self._slots
         key = slots.key_of(self._index)
-        if not slots.exchange.bytes_on_request.give(self.owner, slots.keeper, key, content):
+        exchange = slots.exchange.bytes_on_request.exchange
+        if exchange(self.owner, slots.keeper, key, content) is None:
             raise RuntimeError(
                 f"{self}can't be assigned a value now: that rank has no such slot.\nWhat to do: load the state of the "
                 "optimizer before its first step, or between two steps; or leave out shard_optimizer=True."
