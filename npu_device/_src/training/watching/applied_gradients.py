@@ -10,7 +10,6 @@ a ``fit`` by the graph around it, of the script's own loop when something is red
 from __future__ import annotations
 
 import contextlib
-import logging
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -41,8 +40,6 @@ from npu_device._src.training.watching.watched_optimizer import (
     smallest,
 )
 from npu_device._src.training.watching.wrapped_optimizers import reducer_of
-
-_log = logging.getLogger("npu_device")
 
 # The most optimizers whose variables before the first step are compared.
 _MOST_STARTS = 32
@@ -254,12 +251,10 @@ class AppliedGradients:
         watched.start = None
         names = list(map(variable_name, step.variables))
         checksums = _checksums(step.variables)
-        text = different_start(self._job, name, names, BROADCAST, start, checksums)
+        error = different_start(self._job, name, names, BROADCAST, start, checksums)
         # Told on one rank: an error there ends the others, too.
-        if text is not None and environment.NPU_DEVICE_UNEQUAL_START.get() == "error":
-            raise UnequalStartError(f"rank {self._job.cluster.rank}: {text}")
-        if text is not None:
-            _log.warning("%s", text)
+        if error:
+            raise UnequalStartError(error)
 
     # Steps that XLA compiles, in the script's own loops
 

@@ -206,11 +206,9 @@ class Audit:
             members = self._world.group.ranks
             answers = self._world.job.control.gather_from(key, texts, members, DETAILS_SECONDS)
         ranks = sorted(answers)
-        variables = "some variables"
         texts_of_ranks = [answers[rank] for rank in ranks]
-        difference = differences(cluster, ranks, reading.names, texts_of_ranks)
-        if difference is not None:
-            _, variables = difference
+        _, differing = differences(cluster, ranks, reading.names, texts_of_ranks)
+        variables = differing or "some variables"
         earlier = ""
         if self._equal_after is not None:
             earlier = f" (after step {self._equal_after} they were equal)"

@@ -63,9 +63,8 @@ def make_equal(
             is_unique = len(set(names)) == len(names)
             if is_unique and all(rank_names == names for rank_names in answers):
                 variables = sorted(variables, key=variable_name)
-        difference = _differences(world, variables)
-        if difference is not None:
-            positions, differing = difference
+        positions, differing = _differences(world, variables)
+        if positions:
             text = digests.DIFFERENT_START % (differing, digests.BROADCAST)
             if mode == "error":
                 raise RuntimeError(f"rank {world.job.cluster.rank}: {text}")
@@ -224,13 +223,13 @@ def _shape_and_dtype(tensor: Any) -> tuple[str, tf.DType]:
 
 def warn_if_different(world: World, variables: Sequence) -> None:
     """Compare variables after a training; rank 0 warns with the names of those that differ."""
-    difference = _differences(world, variables)
-    if difference is not None and world.rank == 0:
-        _log.warning(ENDED_APART, difference[1])
+    _, differing = _differences(world, variables)
+    if differing and world.rank == 0:
+        _log.warning(ENDED_APART, differing)
 
 
-def _differences(world: World, variables: Sequence) -> tuple[list[int], str] | None:
-    """Return the positions of the variables that differ, and a text about them; None if none do."""
+def _differences(world: World, variables: Sequence) -> tuple[list[int], str]:
+    """Return the positions of the variables that differ, and a text about them; "" if none do."""
     try:
         own_digests = [digest_of(variable) for variable in variables]
     except (tf.errors.OpError, NotImplementedError):
@@ -239,7 +238,7 @@ def _differences(world: World, variables: Sequence) -> tuple[list[int], str] | N
     signatures = [[digest[:2] for digest in row] for row in answers]
     if any(signature != signatures[0] for signature in signatures):
         # The reduction itself names the shapes that differ.
-        return None
+        return [], ""
     checksums = [[digest for _, _, digest in row] for row in answers]
     names = list(map(variable_name, variables))
     return differences(world.job.cluster, world.group.ranks, names, checksums)

@@ -16,8 +16,12 @@ from npu_device._src import environment
 from npu_device._src.collectives.job import Job
 from npu_device._src.collectives.sessions import SessionSteps
 from npu_device._src.gradients.reduction import dense_of, with_values
-from npu_device._src.training.watching import digests
-from npu_device._src.training.watching.digests import checksum, variable_name
+from npu_device._src.training.watching.digests import (
+    checksum,
+    different_start,
+    posted_differences,
+    variable_name,
+)
 from npu_device._src.training.watching.same_variables import as_many_as_gradients, note_equal
 from npu_device._src.training.watching.schedule import NEVER, next_look
 from npu_device._src.training.watching.session_ends import CAUSES, REMEDY
@@ -111,28 +115,27 @@ class _Comparison:
         checksums = list(map(checksum, arrays))
         label = f"{self._name}, start {session}"
         if steps == 0:
-            self._compare_start(label, checksums)
+            error = different_start(self._job, label, self._names, _HOOK, checksums)
+            if error:
+                raise RuntimeError(error)
         elif session in self._looks:
             # Without the comparison before it, a drift couldn't be told from a different start.
             earlier = self._looks[session]
-            name = f"{label}, step {steps}"
-            text = digests.drifted(self._job, name, self._names, earlier.checksums, checksums)
-            if text is not None:
+            text = posted_differences(
+                self._job,
+                f"{label}, step {steps}",
+                self._names,
+                [checksums, earlier.checksums],
+                # Variables that differed earlier were reported then.
+                lambda equal: equal == [False, True],
+            )
+            if text:
                 _log.warning(_DRIFTED, steps, earlier.steps, text)
         self._looks[session] = _Look(steps, checksums)
         if len(self._looks) > _MOST_SESSIONS:
             del self._looks[min(self._looks)]
         return _next_look(steps)
 
-    def _compare_start(self, label: str, checksums: Sequence[int]) -> None:
-        mode = environment.NPU_DEVICE_UNEQUAL_START.get()
-        if mode == "ignore":
-            return
-        text = digests.different_start(self._job, label, self._names, _HOOK, checksums)
-        if text is not None and mode == "error":
-            raise RuntimeError(f"rank {self._job.cluster.rank}: {text}")
-        if text is not None:
-            _log.warning("%s", text)
 
 
 def _next_look(steps: int) -> int:
