@@ -8,7 +8,6 @@ loops of one's own, are listed as information.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import time
 import weakref
@@ -87,10 +86,10 @@ class LastWord:
             # A function knows a variable of Keras by its inner one.
             inner = compat.inner_variable(variable)
             if id(inner) not in noted:
-                # A variable that goes takes its note along; ids are used again.
-                reference = weakref.ref(inner, functools.partial(noted.pop, id(inner)))
                 key = f"{label or self._calls}/{position}"
-                noted[id(inner)] = _Noted(key, reference, variable_name(variable))
+                noted[id(inner)] = _Noted(key, weakref.ref(inner), variable_name(variable))
+                # A variable that goes takes its note along; ids are used again.
+                weakref.finalize(inner, noted.pop, id(inner), None)
             if not label:
                 noted[id(inner)].calls = self._job.component_or_new(ReducedTensors).calls
 

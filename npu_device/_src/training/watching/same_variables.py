@@ -5,7 +5,6 @@ In between ``replica_audit`` does, and at the end of the job ``last_word``. In s
 
 from __future__ import annotations
 
-import functools
 import logging
 import weakref
 from collections import Counter
@@ -137,20 +136,19 @@ class ComparedVariables:
     """The variables that ``make_equal`` has compared for one purpose, as long as they exist."""
 
     def __init__(self) -> None:
-        self._references_by_id: dict[int, weakref.ref[Any]] = {}
+        self._ids = set[int]()
 
     def add(self, variables: Iterable) -> None:
         for variable in variables:
+            self._ids.add(id(variable))
             # A variable that goes takes its note along, since another one may get its id.
-            forget = functools.partial(self._references_by_id.pop, id(variable))
-            self._references_by_id[id(variable)] = weakref.ref(variable, forget)
+            weakref.finalize(variable, self._ids.discard, id(variable))
 
     def others(self, variables: Sequence) -> list:
         """Return the variables that haven't been compared. In most steps, there are none."""
-        is_known = self._references_by_id.__contains__
-        if all(map(is_known, map(id, variables))):
+        if self._ids.issuperset(map(id, variables)):
             return []
-        return [variable for variable in variables if not is_known(id(variable))]
+        return [variable for variable in variables if id(variable) not in self._ids]
 
 
 _compared = ComparedVariables()  # by ``make_equal_behind``
