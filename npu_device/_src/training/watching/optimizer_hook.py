@@ -68,27 +68,24 @@ def _wrapper(original: Callable, parameter: str) -> Callable:
         # ``apply_gradients`` calls ``apply`` in Keras 3, so only one of them reduces.
         if parameter == "grads":
             reducer = reducer_inside(self)
-        if reducer is not None:
-            variables = compat.variables_to_update(self, *further, **kwargs)
-            with rows_in_order(self, gradients):
-                return reducer.apply(self, functools.partial(original, self), gradients, variables)
-        if not watching.skips(self):
-            try:
-                pairs = gradients
-                if parameter == "grads":
-                    variables = compat.variables_to_update(self, *further, **kwargs)
-                    pairs = list(zip(gradients, variables))
-                watching.observe(self, pairs)
-            except UnequalStartError:
-                raise
-            except Exception:
-                # An error of the watch itself must not end a training run.
-                _log.debug(
-                    "could not look at the gradients of a %s", type(self).__name__, exc_info=True
-                )
-        if parameter != "grads":
-            return original(self, gradients, *further, **kwargs)
+        # Rows are put in order in ``apply`` only: ``apply_gradients`` has pairs here.
         with rows_in_order(self, gradients):
+            if reducer is not None:
+                variables = compat.variables_to_update(self, *further, **kwargs)
+                return reducer.apply(self, functools.partial(original, self), gradients, variables)
+            if not watching.skips(self):
+                try:
+                    pairs = gradients
+                    if parameter == "grads":
+                        variables = compat.variables_to_update(self, *further, **kwargs)
+                        pairs = list(zip(gradients, variables))
+                    watching.observe(self, pairs)
+                except UnequalStartError:
+                    raise
+                except Exception:
+                    # An error of the watch itself must not end a training run.
+                    name = type(self).__name__
+                    _log.debug("could not look at the gradients of a %s", name, exc_info=True)
             return original(self, gradients, *further, **kwargs)
 
     return apply

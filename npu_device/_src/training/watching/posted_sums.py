@@ -7,6 +7,7 @@ the same data. No rank waits for another, and the finding is a warning, which ne
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -27,7 +28,7 @@ from npu_device._src.training.watching.watched_optimizer import (
 
 _log = logging.getLogger("npu_device")
 
-SumsByRank = dict[int, list[Sums]]
+SumsByRank = list[list[Sums]]
 
 _MOST_POSTS = 32  # most optimizers of a signature, and most signatures
 # Part of the sum of a gradient's absolute values: hosts with other processors round differently.
@@ -96,12 +97,14 @@ class PostedSums:
         posts_of_all = self._post(watched, signature, step, sums)
         if earlier is None:
             return next_look(step, step)
-        sums_by_rank = {}
-        for rank, posts in enumerate(posts_of_all):
+        sums_by_rank = []
+        for posts in posts_of_all:
             # Only sums of the same step can be compared.
-            sums_by_rank[rank] = [post[1] for post in posts if post[0] == earlier.step]
+            sums_by_rank.append([post[1] for post in posts if post[0] == earlier.step])
         distinct = _distinct(sums_by_rank)
-        self._judge(watched, earlier, distinct)
+        # A rank that is behind may not have posted yet.
+        if distinct:
+            self._judge(watched, earlier, distinct)
         if watched.applied is Applied.UNREDUCED:
             self._warn(watched, signature, step, unreduced, distinct)
         if watched.applied is Applied.UNKNOWN and step < _LAST_LOOK:
@@ -127,14 +130,10 @@ class PostedSums:
 
     def _judge(self, watched: WatchedOptimizer, earlier: Post, distinct: SumsByRank) -> None:
         """Note whether the gradients were reduced, given for each rank the sums that no other rank has."""
-        cluster = self._job.cluster
-        if len(distinct) < cluster.world_size:
-            # A rank that is behind may not have posted yet.
-            return
         # If these were reduced, the other ranks have posted theirs by now.
-        if earlier.sums not in distinct[cluster.rank]:
+        if earlier.sums not in distinct[self._job.cluster.rank]:
             watched.applied = Applied.REDUCED
-        elif all(distinct.values()) and not self._may_be_averaged_later(watched):
+        elif all(distinct) and not self._may_be_averaged_later(watched):
             watched.applied = Applied.UNREDUCED
 
     def _warn(
@@ -149,7 +148,7 @@ class PostedSums:
         equal_since = [self._last_word.calls_before(variable_id) for variable_id, _ in unreduced]
         if None in equal_since or self._are_equal_otherwise(watched):
             return
-        models = min(map(len, distinct.values()))
+        models = min(map(len, distinct))
         # The key can be set once, so that this fails on a second rank, and one of them warns.
         self._job.control.set(f"told about {models} models of {signature}", "")
         names = ""
@@ -168,16 +167,15 @@ class PostedSums:
 
 def _distinct(sums_by_rank: SumsByRank) -> SumsByRank:
     """Return, for each rank, the sums that no other rank has."""
-    distinct: SumsByRank = {}
-    for rank, own_sums in sums_by_rank.items():
-        foreign: list[np.ndarray] = []
-        for other_rank, posted in sums_by_rank.items():
-            if other_rank != rank:
-                foreign += map(np.array, posted)
-        distinct[rank] = []
+    distinct = []
+    for rank, own_sums in enumerate(sums_by_rank):
+        others = itertools.chain(*sums_by_rank[:rank], *sums_by_rank[rank + 1 :])
+        foreign = list(map(np.array, others))
+        alone = []
         for sums in own_sums:
             if not any(_are_alike(np.array(sums), other_sums) for other_sums in foreign):
-                distinct[rank].append(sums)
+                alone.append(sums)
+        distinct.append(alone)
     return distinct
 
 

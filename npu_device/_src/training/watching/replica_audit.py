@@ -67,12 +67,8 @@ class Audit:
     """The audits of one optimizer, or of variables that are updated together; ``at_once``: also of the first step."""
 
     def __init__(self, world: World, at_once: bool) -> None:
-        interval = environment.NPU_DEVICE_AUDIT.get()
         self._world = world
-        self._is_off = interval == "off"
-        self._interval: int | None = None
-        if interval not in ("auto", "off"):
-            self._interval = int(interval)
+        self._setting = environment.NPU_DEVICE_AUDIT.get()
         first_audit = 1
         if not at_once:
             first_audit = self._next(0, 0)
@@ -80,24 +76,21 @@ class Audit:
         self._samples = SameSamples(world.job)
         self._reading: _Reading | None = None
         self._equal_after: int | None = None
-        self._began = 0.0
         self._audit_seconds = 0.0
-        self._step_seconds = 0.0
-        self._previous: tuple[int, float] | None = None  # steps and time at the previous audit
+        # Steps and time at the previous audit.
+        self._count = 0
+        self._began = time.perf_counter()
 
     def step(self, variables: Sequence, optimizer: Any = None, pair: Pair | None = None) -> None:
         """Count a step, and audit it, if it is time, before later updates; ``pair`` is one of its gradients."""
         # Unless the optimizer is known, the ranks may have the variables in different orders.
-        # Referred to weakly, since a graph must not keep the job.
-        myself = weakref.ref(self)
-        self._schedule.step(
-            lambda count: _audit_of(myself)._audit_now(count, variables, optimizer, pair)
-        )
+        self._schedule.step(lambda count: self._audit_now(count, variables, optimizer, pair))
 
     def _audit_now(self, count: Any, variables: Sequence, optimizer: Any, pair: Pair | None) -> Any:
         """Compare; return the step of the next audit."""
+        # The functions below refer to this weakly, since a graph keeps them, and must not keep the job.
         myself = weakref.ref(self)
-        is_off = self._is_off
+        is_off = self._setting == "off"
         keeps_order = optimizer is not None
         audited = []
         if not is_off:
@@ -148,10 +141,8 @@ class Audit:
     def _message(self, count: int, digests: list[Digest], by_hand: Sequence) -> Any:
         """Return, for maxima over the ranks: digest, minus digest, whether this rank is silent, minus its two times."""
         time_now = time.perf_counter()
-        if self._previous is not None:
-            previous_count, previous_time = self._previous
-            self._step_seconds = (time_now - previous_time) / max(1, count - previous_count)
-        self._previous = (count, time_now)
+        step_seconds = (time_now - self._began) / max(1, count - self._count)
+        self._count = count
         self._began = time_now
         applied = self._world.job.component(AppliedGradients)
         # This rank is silent while it isn't known to apply the gradients that it has reduced by hand.
@@ -161,7 +152,7 @@ class Audit:
         # A CRC has 32 bits, so that it fits into int64 with its sign.
         checksum = zlib.crc32(repr(digests).encode())
         # Ranks that wait for the last rank don't work: an audit costs as much as the shortest of the ranks' audits.
-        times = [-self._audit_seconds * 1e9, -self._step_seconds * 1e9]
+        times = [-self._audit_seconds * 1e9, -step_seconds * 1e9]
         return np.array([checksum, -checksum, is_silent, *times], np.int64)
 
     def _settle(self, maxima: list[int], count: int) -> int:
@@ -169,26 +160,22 @@ class Audit:
         self._audit_seconds = time.perf_counter() - self._began
         reading = self._reading
         self._reading = None
+        assert reading is not None, "each audit reads before it settles"
         checksum, negated, is_silent, cost, step = maxima
-        if reading is not None and checksum != -negated and not is_silent and not self._is_off:
+        if checksum != -negated and not is_silent and self._setting != "off":
             return self._report(reading, f"drift/{self._world.group.key}/{count}/{checksum}")
-        self._equal_after = None
-        if reading is not None:
-            self._equal_after = reading.steps
-        interval = 0
-        if step:
-            interval = math.ceil(cost / step / _SHARE)
-        return self._next(count, interval)
+        self._equal_after = reading.steps
+        return self._next(count, math.ceil(cost / step / _SHARE))
 
     def _next(self, count: int, interval: int) -> int:
         """Return the step of the next audit, given the interval at which audits cost their share of the time."""
-        if self._is_off and count >= FIRST_LOOKS[-1]:
+        if self._setting == "off" and count >= FIRST_LOOKS[-1]:
             return NEVER
-        if self._interval is None:
+        if self._setting in ("auto", "off"):
             return next_look(count, max(FIRST_LOOKS[-1], interval))
-        regular = self._interval - count % self._interval
+        regular = int(self._setting) - count % int(self._setting)
         # A short interval has enough looks without the first ones.
-        if self._interval <= FIRST_LOOKS[-1]:
+        if int(self._setting) <= FIRST_LOOKS[-1]:
             return count + regular
         return next_look(count, regular)
 
