@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 import weakref
 import zlib
 from collections import deque
@@ -37,9 +38,12 @@ Segments = Sequence[Sequence[int]]
 """Positions of tensors that travel together."""
 _LARGEST_FUSION_ID = 0x7FFFFFFF
 WIRE_DTYPES = {"fp16": tf.float16, "bf16": tf.bfloat16}
-_wire_dtypes_in_use = dict(WIRE_DTYPES)
 _LATEST = 4096  # the most eager results that are remembered
 _TAPE = "gradient_tape/"  # prefix of the names of operations that compute gradients
+compared_with_one_process = threading.Event()
+"""Set where steps are compared with those of one process: values are sent uncompressed, since compression rounds, and
+gradients are reduced, and variables updated, in each step on each rank.
+"""
 
 
 @dataclass(frozen=True)
@@ -70,10 +74,12 @@ class ReductionOptions:
                 f"compression works with sum and mean only; found reduction {self.reduction!r}"
             )
 
-
-def send_uncompressed() -> None:
-    """Send all values in their own dtype from now on, whatever the options say: to compare with one process."""
-    _wire_dtypes_in_use.clear()
+    @property
+    def wire(self) -> tf.DType | None:
+        """Return the dtype in which float32 and float64 are sent; None for their own."""
+        if compared_with_one_process.is_set() or self.compression is None:
+            return None
+        return WIRE_DTYPES[self.compression]
 
 
 def check_fusion(fusion: int, fusion_id: int) -> None:
@@ -130,10 +136,9 @@ def reduce_list(
     with contextlib.ExitStack() as context:
         trace = None
         if tracer is not None:
-            wire = _wire_dtypes_in_use.get(options.compression or "")
             trace = context.enter_context(
                 traced_reduction(
-                    tracer, tensors, cut_list.segments, job, group, waits_for_all, wire
+                    tracer, tensors, cut_list.segments, job, group, waits_for_all, options.wire
                 )
             )
         if waits_for_all:
@@ -211,103 +216,93 @@ def _own_or_last(
     return owned or [tensors[segment[-1]]]
 
 
+@dataclass
 class ListReduction:
     """The reduction of a list whose segments are known, positions of dense tensors, as one call."""
 
-    def __init__(
-        self,
-        job: Job,
-        tensors: Sequence[Gradient],
-        segments: Segments,
-        options: ReductionOptions,
-        group: Group,
-        owners: Owners = None,
-    ) -> None:
-        self._job = job
-        self._owners = owners
-        self._segments = segments
-        self._options = options
-        self._group = group
-        self._wire = _wire_dtypes_in_use.get(options.compression or "")
-        for tensor in tensors:
-            if isinstance(tensor, tf.IndexedSlices) and options.reduction not in ("sum", "mean"):
-                raise ValueError(
-                    f"reduction {options.reduction!r} of IndexedSlices is not defined; expected 'sum' or 'mean', "
-                    "or dense tensors (tf.convert_to_tensor)"
-                )
-            if tensor is not None:
-                require_reduction("all_reduce", tensor.dtype, options.reduction)
-        self._tensors = tensors
+    job: Job
+    tensors: Sequence[Gradient]
+    segments: Segments
+    options: ReductionOptions
+    group: Group
+    owners: Owners = None
+
+    def __post_init__(self) -> None:
+        reduction = self.options.reduction
         self._sparse = []
-        for position, tensor in enumerate(tensors):
+        for position, tensor in enumerate(self.tensors):
             if isinstance(tensor, tf.IndexedSlices):
+                if reduction not in ("sum", "mean"):
+                    raise ValueError(
+                        f"reduction {reduction!r} of IndexedSlices is not defined; expected 'sum' or 'mean', "
+                        "or dense tensors (tf.convert_to_tensor)"
+                    )
                 self._sparse.append(TableRows(position, tensor.indices))
+            if tensor is not None:
+                require_reduction("all_reduce", tensor.dtype, reduction)
 
     def run(self) -> list[Gradient]:
         """Reduce the list; every rank of the group calls this."""
         # The arguments that have to be the same on all ranks.
         agreed = {
-            "reduction": self._options.reduction,
-            "segments": _summary(self._segments),
-            "compression": self._options.compression or "none",
+            "reduction": self.options.reduction,
+            "segments": _summary(self.segments),
+            "compression": self.options.compression or "none",
         }
         counts = [rows.counts for rows in self._sparse if rows.counts is not None]
-        inputs = [*self._tensors, *counts]
+        inputs = [*self.tensors, *counts]
         gradient = None
-        if self._segments:
+        if self.segments:
             gradient = self._gradient
         name = "all_reduce"
-        if self._owners is not None:
+        if self.owners is not None:
             name = "reduce_to_owners"
-            agreed["owners"] = digest_of(self._owners)
+            agreed["owners"] = digest_of(self.owners)
         collective = Collective(
             name,
-            self._group,
-            self._tensors,
+            self.group,
+            self.tensors,
             self._reduce_by,
             inputs,
             self._specs,
             agreed,
             gradient=gradient,
-            has_owners=self._owners is not None,
+            has_owners=self.owners is not None,
         )
-        return collective.run(self._job)
+        return collective.run(self.job)
 
     def _reduce_by(self, engine: AgreedEngine, *inputs: Any) -> list[Gradient]:
         """Reduce the list; after its values, the inputs are the counts of rows of each lookup, where they matter."""
-        reduced: list[Gradient] = [None] * len(self._tensors)
-        reduction = self._options.reduction
-        lists = [[inputs[position] for position in segment] for segment in self._segments]
+        reduced: list[Gradient] = [None] * len(self.tensors)
+        reduction = self.options.reduction
+        wire = self.options.wire
+        lists = [[inputs[position] for position in segment] for segment in self.segments]
         reduced_lists: Sequence[Sequence[Optional[tf.Tensor]]]
-        if self._owners is None:
-            reduced_lists = engine.all_reduce(lists, reduction, self._wire)
+        if self.owners is None:
+            reduced_lists = engine.all_reduce(lists, reduction, wire)
         else:
-            owners = [
-                [self._owners[position] for position in segment] for segment in self._segments
-            ]
-            reduced_lists = engine.reduce_to_owners(lists, owners, reduction, self._wire)
-        for segment, reduced_segment in zip(self._segments, reduced_lists):
+            owners = [[self.owners[position] for position in segment] for segment in self.segments]
+            reduced_lists = engine.reduce_to_owners(lists, owners, reduction, wire)
+        for segment, reduced_segment in zip(self.segments, reduced_lists):
             for position, tensor in zip(segment, reduced_segment):
                 reduced[position] = tensor
-        counts = iter(inputs[len(self._tensors) :])
+        counts = iter(inputs[len(self.tensors) :])
         for rows in self._sparse:
             slices = inputs[rows.position]
-            if self._options.adds_rows:
-                reduced[rows.position] = add_up_slices(engine, slices, reduction, self._wire)
+            if self.options.adds_rows:
+                reduced[rows.position] = add_up_slices(engine, slices, reduction, wire)
             else:
-                reduced[rows.position] = rows.gathered(
-                    engine, slices, reduction, self._wire, counts
-                )
+                reduced[rows.position] = rows.gathered(engine, slices, reduction, wire, counts)
         return reduced
 
     def _gradient(self, upstream: Sequence[tf.Tensor]) -> list[Gradient]:
-        require_differentiable("all_reduce", self._options.reduction)
+        require_differentiable("all_reduce", self.options.reduction)
         # The gradients of the results travel in the same segments.
-        reduction = ListReduction(self._job, upstream, self._segments, self._options, self._group)
+        reduction = ListReduction(self.job, upstream, self.segments, self.options, self.group)
         return reduction.run()
 
     def _specs(self) -> list[tf.TypeSpec | None]:
-        return [_spec_of_result(tensor, self._options.reduction) for tensor in self._tensors]
+        return [_spec_of_result(tensor, self.options.reduction) for tensor in self.tensors]
 
 
 def _spec_of_result(tensor: Gradient, reduction: str) -> tf.TypeSpec | None:

@@ -398,14 +398,13 @@ class GradientReducer:
         elif self._applying is not optimizer and not only_building.is_on:
             _build(optimizer, compat.keras_of(optimizer), variables)
             ready = accumulate(
+                self._world,
                 optimizer,
                 self.contributions(optimizer, gradients),
                 variables,
                 functools.partial(self._means, optimizer),
-                self._rows_of_all,
                 self._waits_for_update,
                 owners,
-                self._world.rank,
             )
         note_accumulators(self._world, reducing_optimizer(optimizer))
         # Only the outermost call is a step.
@@ -443,13 +442,6 @@ class GradientReducer:
         options = replace(self.options_for(optimizer), reduction="mean")
         return self._world.reduce(contributions, options, owners)
 
-    def _rows_of_all(self, rows: list[int]) -> list[list[int]]:
-        """Return the numbers of rows in sparse gradients of each rank, given those of this one; 0 if unknown."""
-        if not can_compare():
-            return [[0] * len(rows)]
-        # Asked outside of the graph that is traced, since the answer decides what becomes of it.
-        with tf.init_scope():
-            return self._world.objects(rows, "rows of sparse gradients")
 
     def _audit_variables(self, optimizer: Any, gradients: Sequence, variables: Sequence) -> None:
         """Audit the variables if it is time."""
