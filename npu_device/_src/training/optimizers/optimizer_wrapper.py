@@ -226,12 +226,7 @@ class GradientReducer:
         reduced = self._world.reduce(gradients, options, owners)
         # Ranks of a group don't compare, as others may train something else.
         if group.name == WORLD_GROUP:
-            # With owners, only what this rank has got back can be compared.
-            sent = list(gradients)
-            for index, gradient in enumerate(reduced):
-                if gradient is None:
-                    sent[index] = None
-            self._pair = pair_of(sent, reduced, options.reduction, group.size)
+            self._pair = pair_of(gradients, reduced, options.reduction, group.size)
         self.remember(reduced)
         return reduced
 
@@ -407,9 +402,7 @@ class GradientReducer:
                 owners,
             )
         note_accumulators(self._world, reducing_optimizer(optimizer))
-        # Only the outermost call is a step.
-        if self._applying is None:
-            self._audit_variables(optimizer, ready, variables)
+        self._audit_variables(optimizer, ready, variables)
         return ready
 
     def _all_finite_or_none(self, gradients: list) -> list:
@@ -445,7 +438,8 @@ class GradientReducer:
 
     def _audit_variables(self, optimizer: Any, gradients: Sequence, variables: Sequence) -> None:
         """Audit the variables if it is time."""
-        if not can_compare():
+        # Only the outermost call is a step.
+        if self._applying is not None or not can_compare():
             return
         self._audit = self._audit or Audit(self._world, not self._has_compared)
         updated = []
@@ -460,14 +454,12 @@ class GradientReducer:
     ) -> list[Gradient]:
         """Return the reduced gradients, which are checked on request, and audit the variables if it is time."""
         reduced = self.reduce_once(optimizer, gradients, owners)
-        if self._applying is not None or not can_compare():
-            return reduced
         self._audit_variables(optimizer, gradients, variables)
         as_they_are = all(map(operator.is_, gradients, reduced))
         is_off = environment.NPU_DEVICE_CHECK_GRADIENTS.get() != "on" or hasattr(
             optimizer, "inner_optimizer"
         )
-        if as_they_are or is_off:
+        if as_they_are or is_off or not can_compare():
             return reduced
         steps = compat.steps_made(optimizer)
         return checked(self._world, steps, gradients, reduced, variables)
