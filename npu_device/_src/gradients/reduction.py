@@ -414,28 +414,21 @@ class ReducedTensors:
         if graph in origins:
             return origins[graph]
         names: dict[str, set[str]] = {}
-        reduced = self._graphs.get(graph, ())
-        captured = {id(inside): outside for outside, inside in getattr(graph, "captures", ())}
+        # A placeholder of a function stands for a tensor outside.
+        for outside, inside in getattr(graph, "captures", ()):
+            if tf.is_symbolic_tensor(outside):
+                names[inside.name] = self._origins(outside.graph, origins)[outside.name]
+        names.update((name, {"sum"}) for name in self._graphs.get(graph, ()))
         for operation in graph.get_operations():
             sources = set()
             # What a tape computes is a gradient of this rank, whatever it is computed from.
             if _TAPE in operation.name:
                 sources = {"tape"}
             else:
-                inputs = list(operation.inputs)
-                if operation.type == "Placeholder":
-                    # A placeholder of a function stands for a tensor outside.
-                    inputs += [captured.get(id(output)) for output in operation.outputs]
-                for tensor in filter(tf.is_symbolic_tensor, inputs):
-                    names_there = names
-                    if tensor.graph is not graph:
-                        names_there = self._origins(tensor.graph, origins)
-                    sources |= names_there.get(tensor.name, set())
+                for tensor in operation.inputs:
+                    sources |= names.get(tensor.name, set())
             for output in operation.outputs:
-                if output.name in reduced:
-                    names[output.name] = {"sum"}
-                else:
-                    names[output.name] = sources
+                names.setdefault(output.name, sources)
         origins[graph] = names
         return names
 

@@ -542,14 +542,13 @@ def npu_dynamic_rnn(
     Source: Ascend TF Adapter 1.15, ``npu_rnn.npu_dynamic_rnn``.
     """
     as_list = isinstance(inputs, (list, tuple))
-    if not as_list and inputs.shape[0] is None:
-        raise ValueError(
-            f"npu_dynamic_rnn was given inputs of shape {inputs.shape}, whose axis 0 (time) has no known length; the "
-            "steps are unrolled.\nWhat to do: set_shape the inputs, or use tf.compat.v1.nn.dynamic_rnn."
-        )
-    if as_list:
-        steps = list(inputs)
-    else:
+    steps = inputs
+    if not as_list:
+        if inputs.shape[0] is None:
+            raise ValueError(
+                f"npu_dynamic_rnn was given inputs of shape {inputs.shape}, whose axis 0 (time) has no known length; "
+                "the steps are unrolled.\nWhat to do: set_shape the inputs, or use tf.compat.v1.nn.dynamic_rnn."
+            )
         steps = tf.unstack(inputs)
     outputs, state = tf.compat.v1.nn.static_rnn(
         cell,

@@ -359,10 +359,9 @@ class _TfKerasFamily(_KerasFamily):
         reducer = reducer_of(self.inner_optimizer)
         if reducer is not None:
             reducer.begin_divided(self.inner_optimizer, variables)
-        if hasattr(self.inner_optimizer, "build"):
-            # Slots have to be made outside of the condition's branches.
-            with tf.init_scope():
-                self.inner_optimizer.build(variables)
+        # Slots have to be made outside of the condition's branches.
+        with tf.init_scope():
+            compat.build_optimizer(self.inner_optimizer, variables)
 
         def apply(gradients: Any) -> None:
             inner_pairs = list(zip(gradients, variables))

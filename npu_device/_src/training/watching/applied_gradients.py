@@ -20,7 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 from npu_device._src import compat, environment
-from npu_device._src.collectives.graph import call_now
+from npu_device._src.collectives.graph import call_now, origin
 from npu_device._src.collectives.job import Job
 from npu_device._src.gradients.reduction import ReducedTensors, dense_of
 from npu_device._src.training.watching.digests import (
@@ -309,10 +309,7 @@ def _is_value_of(variable: Any, values: Sequence) -> bool:
         return bool(array.any()) and any(np.array_equal(candidate, array) for candidate in arrays)
     inner = compat.inner_variable(variable)
     handles = {handle.name for read, handle in compat.variables_read() if read is inner}
-    for tensor in candidates:
-        reader = tensor.op
-        if reader.type == "Identity":
-            reader = reader.inputs[0].op
-        if reader.type == "ReadVariableOp" and reader.inputs[0].name in handles:
-            return True
-    return False
+    readers = [origin(tensor).op for tensor in candidates]
+    return any(
+        reader.type == "ReadVariableOp" and reader.inputs[0].name in handles for reader in readers
+    )

@@ -22,8 +22,8 @@ class OptimizerHook:
 
     def __init__(self, job: Job, last_word: LastWord) -> None:
         job.add(AppliedGradients(job, last_word))
-        # The class, the method's name, the method before, and its wrapper.
-        self._replaced: list[tuple[type, str, Any, Any]] = []
+        # The method before, and its wrapper, by the class and the method's name.
+        self._replaced: dict[tuple[type, str], tuple[Any, Any]] = {}
         self._unwrapped = {"keras", "tf_keras"}
         self.find_keras()
 
@@ -32,21 +32,20 @@ class OptimizerHook:
         # A cheap test comes first, since this runs often, and a search goes through thousands of modules.
         if sys.modules.keys().isdisjoint(self._unwrapped):
             return
-        wrapped = {(owner, name) for owner, name, _, _ in self._replaced}
-        for owner, name in set(compat.optimizer_methods()) - wrapped:
+        for owner, name in set(compat.optimizer_methods()) - self._replaced.keys():
             original = vars(owner)[name]
             parameter = "grads_and_vars"
             if name == "apply":
                 parameter = "grads"
             wrapper = _wrapper(original, parameter)
             setattr(owner, name, wrapper)
-            self._replaced.append((owner, name, original, wrapper))
+            self._replaced[owner, name] = (original, wrapper)
             self._unwrapped.discard(owner.__module__.split(".", 1)[0])
 
     def close(self) -> None:
         """Give the classes their methods back."""
         # Another wrapper on top stays, and still calls the hook, which then does nothing.
-        for owner, name, original, wrapper in reversed(self._replaced):
+        for (owner, name), (original, wrapper) in self._replaced.items():
             if vars(owner).get(name) is wrapper:
                 setattr(owner, name, original)
 
