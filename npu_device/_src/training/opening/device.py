@@ -401,12 +401,9 @@ def unless_child() -> Job | None:
 
 def cluster_or_parent() -> Cluster | ParentRank | None:
     """Return what knows rank and size: of a child its parent rank, else the running cluster; None on one device."""
-    parent = parent_of_this_process()
-    if parent is not None:
-        return parent
-    job = running_job()
+    job = unless_child()
     if job is None:
-        return None
+        return parent_of_this_process()
     return job.cluster
 
 

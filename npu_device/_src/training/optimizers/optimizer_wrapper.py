@@ -122,9 +122,7 @@ def npu_distributed_keras_optimizer_wrapper(
         )
     # A layer that normalizes over all ranks may be called before the first gradients.
     find_layers(world)
-    keras = compat.keras_of(optimizer)
-    reducer = GradientReducer(world, options)
-    reducer.install(optimizer, keras, shard_optimizer)
+    GradientReducer(world, options).install(optimizer, shard_optimizer)
     return optimizer
 
 
@@ -161,14 +159,14 @@ class GradientReducer:
         # A copy of the optimizer gets other gradients, none of which have been reduced.
         return GradientReducer(self._world, self.options)
 
-    def install(self, optimizer: Any, keras: Any, requested: bool | None) -> None:
+    def install(self, optimizer: Any, requested: bool | None) -> None:
         """Reduce the gradients of an optimizer, and divide its updates among the ranks on request."""
         reducing = reducing_optimizer(optimizer)
         if _is_requested(requested):
             # The one inside of a loss-scale optimizer makes the updates.
             reducing = compat.with_inner(optimizer)[-1]
             self.is_scaled = reducing is not optimizer
-        install(reducing, keras, self)
+        install(reducing, self)
         self.divide_updates(reducing, requested)
 
     def divide_updates(self, optimizer: Any, requested: bool | None) -> None:
@@ -190,14 +188,13 @@ class GradientReducer:
         new = self._compared.others(variables)
         if not new or not can_compare():
             return
-        keras = compat.keras_of(optimizer)
         level = logging.WARNING
         if self.has_own_batches:
             level = logging.INFO
-        if compat.is_keras_3(keras):
+        if compat.of_keras_3(optimizer):
             if not tf.executing_eagerly():
                 # Slots that are made later would be made amid the step, where TensorFlow can't give them values first.
-                _build(optimizer, keras, variables)
+                _build(optimizer, variables)
             # Variables that the optimizer trains later take part in the loss now.
             new = self._compared.others(
                 compat.unique([*variables, *compat.variables_to_update(optimizer)])
@@ -391,7 +388,7 @@ class GradientReducer:
         if reducing_optimizer(optimizer) is not optimizer:
             ready = self._all_finite_or_none(gradients)
         elif self._applying is not optimizer and not only_building.is_on:
-            _build(optimizer, compat.keras_of(optimizer), variables)
+            _build(optimizer, variables)
             ready = accumulate(
                 self._world,
                 optimizer,
@@ -472,7 +469,7 @@ def _is_requested(argument: bool | None) -> bool:
     return argument
 
 
-def _build(optimizer: Any, keras: Any, variables: Sequence) -> None:
+def _build(optimizer: Any, variables: Sequence) -> None:
     if not optimizer.built:
-        with keras.name_scope(optimizer.name, caller=optimizer):
+        with compat.keras_of(optimizer).name_scope(optimizer.name, caller=optimizer):
             optimizer.build(variables)

@@ -18,8 +18,9 @@ from npu_device._src.training.watching.wrapped_optimizers import REDUCER
 _as_it_is = compat.do_not_convert
 
 
-def install(optimizer: Any, keras: Any, reducer: Any) -> None:
+def install(optimizer: Any, reducer: Any) -> None:
     """Make an optimizer reduce its gradients by a ``GradientReducer``; raise TypeError for an unknown kind."""
+    keras = compat.keras_of(optimizer)
     # The public method of all Keras optimizers, which scripts call.
     hooks: dict[str, Callable] = {"apply_gradients": _apply_gradients}
     if compat.is_keras_3(keras) and isinstance(optimizer, keras.optimizers.Optimizer):
