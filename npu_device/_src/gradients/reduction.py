@@ -13,7 +13,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Optional, Union
+from typing import Any, Optional, Union
 
 import tensorflow as tf
 
@@ -129,7 +129,7 @@ def reduce_list(
         tracer = job.component(Tracer)
     if options.compression == "fp16":
         say_that_float16_may_be_slow(job, group)
-    cut_list = _cut(job, tensors, options, group)
+    segments, calls = _cut(job, tensors, options, group)
     reduced: list[Gradient] = [None] * len(tensors)
     # Without hcom_parallel nothing is sent before everything is there.
     waits_for_all = not tf.executing_eagerly() and not global_options().hcom_parallel.typed
@@ -138,23 +138,21 @@ def reduce_list(
         if tracer is not None:
             trace = context.enter_context(
                 traced_reduction(
-                    tracer, tensors, cut_list.segments, job, group, waits_for_all, options.wire
+                    tracer, tensors, segments, job, group, waits_for_all, options.wire
                 )
             )
         if waits_for_all:
             dense = [tensor for tensor in tensors if isinstance(tensor, tf.Tensor)]
             context.enter_context(tf.control_dependencies(dense))
-        for positions, segments_here in cut_list.calls:
+        for positions, segments_here in calls:
             tensors_here = [tensors[position] for position in positions]
             owners_here = owners and [owners[position] for position in positions]
             reduction = ListReduction(job, tensors_here, segments_here, options, group, owners_here)
             for position, reduced_here in zip(positions, reduction.run()):
-                reduced[position] = reduced_here
-        for position in cut_list.sparse:
-            reduced[position] = _with_shape_of(tensors[position], reduced[position])
+                reduced[position] = _with_shape_of(tensors[position], reduced_here)
         if trace is not None:
-            alone = [[position] for position in cut_list.sparse]
-            for segment in (*cut_list.segments, *alone):
+            alone = [[position] for position in _sparse(tensors)]
+            for segment in (*segments, *alone):
                 trace.segment(_own_or_last(segment, reduced, tensors))
     if trace is not None:
         reduced = trace.recorded_with(reduced)
@@ -172,40 +170,37 @@ def _to_tensor(gradient: Any) -> Gradient:
     return tf.convert_to_tensor(gradient)
 
 
-class _CutList(NamedTuple):
-    """A list as it is reduced; all numbers are positions of tensors."""
-
-    segments: Segments  # segments of dense tensors
-    sparse: Sequence[int]
-    # The positions of each call in the list, and its segments among the tensors there.
-    calls: Sequence[tuple[Sequence[int], Segments]]
-
-
 def _cut(
     job: Job, tensors: Sequence[Gradient], options: ReductionOptions, group: Group
-) -> _CutList:
-    """Cut a list by the split strategy, and divide it among calls."""
+) -> tuple[Segments, list[tuple[Sequence[int], Segments]]]:
+    """Cut a list by the split strategy into segments of dense tensors, and divide it among calls: the positions of each
+    in the list, and its segments among the tensors there.
+    """
     # A single dense tensor, the usual ``all_reduce``, needs no order.
     if len(tensors) == 1 and isinstance(tensors[0], tf.Tensor):
-        return _CutList([[0]], sparse=[], calls=[([0], [[0]])])
+        return [[0]], [([0], [[0]])]
     orders = job.component_or_new(FirstOrders)
     segments = cut(orders, tensors, options.reduction, options.fusion, group.name)
-    sparse = []
-    for position, tensor in enumerate(tensors):
-        if isinstance(tensor, tf.IndexedSlices):
-            sparse.append(position)
     call = (range(len(tensors)), segments)
     # A segment that is a call of its own has all of its tensors in one segment.
     calls: list = [(segment, [range(len(segment))]) for segment in segments]
     # Sparse tensors are in no segment: each of them is reduced by itself.
-    calls += [([position], []) for position in sparse]
-    return _CutList(segments, sparse, one_or_several(call, calls))
+    calls += [([position], []) for position in _sparse(tensors)]
+    return segments, one_or_several(call, calls)
 
 
-def _with_shape_of(tensor: Any, rows: Any) -> tf.IndexedSlices:
-    """Return reduced rows with the dense shape of the tensor that went in."""
+def _sparse(tensors: Sequence[Gradient]) -> list[int]:
+    """Return the positions of sparse tensors."""
+    positions = enumerate(tensors)
+    return [position for position, tensor in positions if isinstance(tensor, tf.IndexedSlices)]
+
+
+def _with_shape_of(tensor: Gradient, reduced: Any) -> Any:
+    """Return what a tensor was reduced to; rows get the dense shape of the tensor."""
+    if not isinstance(tensor, tf.IndexedSlices):
+        return reduced
     # A session returns a shape of which the graph knows nothing.
-    return tf.IndexedSlices(rows.values, rows.indices, tensor.dense_shape)
+    return tf.IndexedSlices(reduced.values, reduced.indices, tensor.dense_shape)
 
 
 def _own_or_last(

@@ -73,42 +73,27 @@ class PostedSums:
         ``unreduced`` has ids and names of their variables, if other gradients of the step were reduced. Return the step
         of the next look.
         """
-        # Errors are dropped, since the watch must not end a training run; another rank may have told.
-        with contextlib.suppress(Exception):
-            # Summed in float64, which doesn't lose small numbers among millions.
-            changes = [array.astype(np.float64) for array in arrays]
-            if watched.values_before:
-                starts = watched.values_before
-                changes = [change - start for change, start in zip(changes, starts)]
-            sums = []
-            for change in changes:
-                sum_of_sizes = np.abs(change).sum()
-                sums.append([float(change.sum()), float(sum_of_sizes)])
-            return self._compare(watched, step, sums, unreduced)
-        return NEVER
-
-    def _compare(
-        self, watched: WatchedOptimizer, step: int, sums: Sums, unreduced: Sequence[tuple[int, str]]
-    ) -> int:
-        if watched.applied is not Applied.UNKNOWN or self._job.health.is_over or not sums:
+        if watched.applied is not Applied.UNKNOWN or self._job.health.is_over or not arrays:
             return NEVER
         earlier = watched.posted
-        signature = f"{len(sums)} gradients of {watched.signature}"
-        posts_of_all = self._post(watched, signature, step, sums)
-        if earlier is None:
-            return next_look(step, step)
-        sums_by_rank = []
-        for posts in posts_of_all:
-            # Only sums of the same step can be compared.
-            sums_by_rank.append([post[1] for post in posts if post[0] == earlier.step])
-        distinct = _distinct(sums_by_rank)
-        # A rank that is behind may not have posted yet.
-        if distinct:
-            self._judge(watched, earlier, distinct)
-        if watched.applied is Applied.UNREDUCED:
-            self._warn(watched, signature, step, unreduced, distinct)
-        if watched.applied is Applied.UNKNOWN and step < _LAST_LOOK:
-            return next_look(step, step)
+        signature = f"{len(arrays)} gradients of {watched.signature}"
+        # Errors are dropped, since the watch must not end a training run; another rank may have told.
+        with contextlib.suppress(Exception):
+            posts_of_all = self._post(watched, signature, step, _sums(watched, arrays))
+            if earlier is None:
+                return next_look(step, step)
+            sums_by_rank = []
+            for posts in posts_of_all:
+                # Only sums of the same step can be compared.
+                sums_by_rank.append([post[1] for post in posts if post[0] == earlier.step])
+            distinct = _distinct(sums_by_rank)
+            # A rank that is behind may not have posted yet.
+            if distinct:
+                self._judge(watched, earlier, distinct)
+            if watched.applied is Applied.UNREDUCED:
+                self._warn(watched, signature, step, unreduced, distinct)
+            if watched.applied is Applied.UNKNOWN and step < _LAST_LOOK:
+                return next_look(step, step)
         return NEVER
 
     def _post(
@@ -163,6 +148,15 @@ class PostedSums:
         calls = self._job.component_or_new(ReducedTensors).calls
         calls_before = map(self._last_word.calls_before, watched.trained)
         return calls == 0 or all(before == calls for before in calls_before)
+
+
+def _sums(watched: WatchedOptimizer, arrays: Sequence[np.ndarray]) -> Sums:
+    """Return the sums of gradients, or of changes of variables."""
+    # Summed in float64, which doesn't lose small numbers among millions.
+    changes = [array.astype(np.float64) for array in arrays]
+    if watched.values_before:
+        changes = [change - start for change, start in zip(changes, watched.values_before)]
+    return [[float(change.sum()), float(np.abs(change).sum())] for change in changes]
 
 
 def _distinct(sums_by_rank: SumsByRank) -> SumsByRank:
