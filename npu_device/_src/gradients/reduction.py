@@ -337,10 +337,8 @@ def weighted(gradient: Any, weight: Any) -> Any:
 
 def all_finite(gradients: Sequence) -> tf.Tensor:
     """Return whether the gradients of this rank are finite: bool, shape []; ``None`` among them is ignored."""
-    values = map(dense_of, gradients)
-    return tf.reduce_all(
-        [True, *(tf.reduce_all(tf.math.is_finite(value)) for value in values if value is not None)]
-    )
+    are_finite = [tf.reduce_all(tf.math.is_finite(tensor)) for tensor in dense_tensors(gradients)]
+    return tf.reduce_all([True, *are_finite])
 
 
 def with_nan_unless(agreed: tf.Tensor, gradients: Sequence) -> list:
@@ -374,12 +372,12 @@ class ReducedTensors:
 
     def add(self, reduced: Iterable) -> None:
         self.calls += 1
-        eager = tf.executing_eagerly()
-        for tensor in map(dense_of, reduced):
-            if tensor is not None and eager:
+        is_eager = tf.executing_eagerly()
+        for tensor in dense_tensors(reduced):
+            if is_eager:
                 # References are weak, so that only whoever applies a gradient keeps it.
                 self._eager.append(weakref.ref(tensor))
-            elif tensor is not None:
+            else:
                 self._graphs.setdefault(tensor.graph, set()).add(tensor.name)
 
     def missing_in(self, gradients: Sequence) -> list:
@@ -432,6 +430,11 @@ def dense_of(gradient: Any) -> Any:
     if isinstance(gradient, tf.IndexedSlices):
         return gradient.values
     return gradient
+
+
+def dense_tensors(gradients: Iterable) -> list:
+    """Return the tensors of gradients, those of rows if they are sparse, without ``None``."""
+    return [dense_of(gradient) for gradient in gradients if gradient is not None]
 
 
 def origin_of(tensor: Any) -> tuple[int, str]:

@@ -24,7 +24,7 @@ from npu_device._src.gradients.reduction import (
     Owners,
     ReductionOptions,
     all_finite,
-    dense_of,
+    dense_tensors,
     origin_of,
     weighted,
     with_nan_unless,
@@ -229,8 +229,7 @@ class GradientReducer:
 
     def remember(self, reduced: Iterable[Gradient]) -> None:
         """Take gradients for reduced, however often they come."""
-        dense = [dense_of(gradient) for gradient in reduced if gradient is not None]
-        self._reduced = list(map(weakref.ref, dense))
+        self._reduced = list(map(weakref.ref, dense_tensors(reduced)))
 
     def reduce_once(
         self, optimizer: Any, gradients: Sequence[Gradient], owners: Owners = None
@@ -245,7 +244,7 @@ class GradientReducer:
             gradient = reference()
             if gradient is not None:
                 origins.add(origin_of(gradient))
-        dense = [dense_of(gradient) for gradient in gradients if gradient is not None]
+        dense = dense_tensors(gradients)
         if dense and all(origin_of(gradient) in origins for gradient in dense):
             return list(gradients)
         return self.reduce(optimizer, gradients, owners)
@@ -344,7 +343,7 @@ class GradientReducer:
         ready = list(reduced)
         for position, gradient in enumerate(gradients):
             if gradient is not None and reduced[position] is None:
-                ready[position] = tf.zeros([], dense_of(gradient).dtype)
+                ready[position] = tf.zeros([], gradient.dtype)
         return with_nan_unless(agreed, ready), agreed
 
     def ready_to_scale(self, optimizer: Any, gradients: list, variables: list) -> list | None:

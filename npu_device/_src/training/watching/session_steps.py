@@ -14,10 +14,10 @@ import numpy as np
 import tensorflow as tf
 
 from npu_device._src import environment
-from npu_device._src.collectives.graph import origin
+from npu_device._src.collectives.graph import origin, runs_if_fetched
 from npu_device._src.collectives.job import Job
 from npu_device._src.collectives.sessions import SessionSteps
-from npu_device._src.gradients.reduction import dense_of, with_values
+from npu_device._src.gradients.reduction import dense_tensors, with_values
 from npu_device._src.training.watching.digests import (
     checksum,
     different_start,
@@ -57,8 +57,7 @@ def reduce_compared(world: World, gradients: Sequence, reduce: Callable[[], list
     graphs = world.job.component_or_new(_Graphs)
     is_whole_job = world.size == world.job.cluster.world_size
     variables = []
-    is_session = not tf.compat.v1.executing_eagerly_outside_functions()
-    if is_session and is_watched and is_whole_job and len(graphs) < _MOST_GRAPHS:
+    if runs_if_fetched() and is_watched and is_whole_job and len(graphs) < _MOST_GRAPHS:
         variables = _variables_of(gradients)
     if not variables:
         return reduce()
@@ -83,9 +82,8 @@ def reduce_compared(world: World, gradients: Sequence, reduce: Callable[[], list
 
 def _variables_of(gradients: Sequence) -> list:
     """Return the trainable variables of the graph being built to which gradients belong, by their shapes."""
-    tensors = [dense_of(gradient) for gradient in gradients if gradient is not None]
     # The mean of variables themselves, as in local SGD, is taken of values that differ.
-    if any(origin(tensor).op.type in _READS for tensor in tensors):
+    if any(origin(tensor).op.type in _READS for tensor in dense_tensors(gradients)):
         return []
     return as_many_as_gradients(gradients, tf.compat.v1.trainable_variables())
 
