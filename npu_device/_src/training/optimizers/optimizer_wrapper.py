@@ -142,7 +142,6 @@ class GradientReducer:
         self._reduced: list[weakref.ref[Any]] = []
         self._applying: Any = None  # the optimizer whose gradients are ready
         self._compared = ComparedVariables()
-        self._are_equal = False  # the variables that the optimizer trained first
         # False if ``begin`` found variables without values: then the first step is audited, too.
         self._has_compared = True
         self._audit: Audit | None = None
@@ -204,8 +203,7 @@ class GradientReducer:
         states = self._compared.others(states)
         self._has_compared = make_equal(self._world, new, level=level)
         if self._has_compared and make_equal(self._world, states, level=level):
-            self._compared.add([*new, *states])
-            self._are_equal = True
+            self._compared.note([*new, *states])
 
     def options_for(self, optimizer: Any) -> ReductionOptions:
         """Return the settings with which sparse gradients reach an optimizer as in one process."""
@@ -280,7 +278,7 @@ class GradientReducer:
 
     def _has_equal_start(self) -> bool:
         """Return whether all ranks begin with the same values, as far as this call makes sure of it."""
-        return self._are_equal or not can_compare()
+        return bool(self._compared) or not can_compare()
 
     def _divided(
         self,

@@ -127,8 +127,7 @@ class AppliedGradients:
             return
         is_new = optimizer not in self._watched
         if is_new:
-            class_name = type(optimizer).__name__
-            self._watched[optimizer] = WatchedOptimizer(self._job, class_name, step.variables)
+            self._watched[optimizer] = WatchedOptimizer(self._job, optimizer, step.variables)
         watched = self._watched[optimizer]
         is_wrapped = reducer_of(optimizer) is not None
         unreduced = []
@@ -176,9 +175,8 @@ class AppliedGradients:
         if step.graph is not None:
             return step
         if reducer_of(optimizer) is None and optimizer not in self._compiled:
-            class_name = type(optimizer).__name__
             self._compiled[optimizer] = WatchedOptimizer(
-                self._job, class_name, step.variables, first_look=1
+                self._job, optimizer, step.variables, first_look=1
             )
         return None
 
@@ -239,7 +237,7 @@ class AppliedGradients:
         name = f"start {self._start_counts[watched.signature]} of {watched.signature}"
         # A script that makes optimizers without end must not fill the store.
         if sum(self._start_counts.values()) <= _MOST_STARTS:
-            watched.start = name, _checksums(step.variables)
+            watched.start = name, list(map(checksum, step.variables))
 
     def _compare_start(self, watched: WatchedOptimizer, step: _OptimizerCall) -> None:
         """Compare the start once the loop is known to reduce: what is equal by now was broadcast after the first step,
@@ -250,7 +248,7 @@ class AppliedGradients:
         name, start = watched.start
         watched.start = None
         names = list(map(variable_name, step.variables))
-        checksums = _checksums(step.variables)
+        checksums = list(map(checksum, step.variables))
         error = different_start(self._job, name, names, BROADCAST, start, checksums)
         # Told on one rank: an error there ends the others, too.
         if error:
@@ -292,8 +290,6 @@ def _outside_xla(graph: Any) -> Iterator[None]:
         yield
 
 
-def _checksums(variables: Sequence) -> list[int]:
-    return [checksum(tf.convert_to_tensor(variable)) for variable in variables]
 
 
 def _is_value_of(variable: Any, values: Sequence) -> bool:

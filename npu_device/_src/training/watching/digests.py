@@ -44,11 +44,11 @@ def array_of(value: Any) -> np.ndarray:
 
 
 def checksum(value: Any, previous: int = 0) -> int:
-    """Return a checksum of a tensor or an array; ``previous`` is the checksum of the data that come before it."""
-    if tf.is_tensor(value):
-        value = compat.to_array(value)
+    """Return a checksum of an array, or of what becomes a tensor with a value; ``previous`` is the checksum of the data
+    that come before it.
+    """
     # Copied if it has gaps, which ``view`` below refuses.
-    array = np.ascontiguousarray(value)
+    array = np.ascontiguousarray(array_of(value))
     # An array of objects holds strings.
     if array.dtype == object:
         content: Any = repr(array.tolist()).encode()

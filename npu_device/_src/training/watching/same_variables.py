@@ -132,23 +132,20 @@ def note_equal(world: World, variables: Sequence) -> None:
         last_word.add(held_by_all)
 
 
-class ComparedVariables:
-    """The variables that ``make_equal`` has compared for one purpose, as long as they exist."""
+class ComparedVariables(set[int]):
+    """The ids of variables that ``make_equal`` has compared for one purpose, as long as they exist."""
 
-    def __init__(self) -> None:
-        self._ids = set[int]()
-
-    def add(self, variables: Iterable) -> None:
+    def note(self, variables: Iterable) -> None:
         for variable in variables:
-            self._ids.add(id(variable))
+            self.add(id(variable))
             # A variable that goes takes its note along, since another one may get its id.
-            weakref.finalize(variable, self._ids.discard, id(variable))
+            weakref.finalize(variable, self.discard, id(variable))
 
     def others(self, variables: Sequence) -> list:
         """Return the variables that haven't been compared. In most steps, there are none."""
-        if self._ids.issuperset(map(id, variables)):
+        if self.issuperset(map(id, variables)):
             return []
-        return [variable for variable in variables if id(variable) not in self._ids]
+        return [variable for variable in variables if id(variable) not in self]
 
 
 _compared = ComparedVariables()  # by ``make_equal_behind``
@@ -197,7 +194,7 @@ def make_equal_behind(
     variables = as_many_as_gradients(gradients, trained)
     new = not_compared(variables)
     if new and make_equal(world, new, keeps_order=False, level=level):
-        _compared.add(new)
+        _compared.note(new)
     return variables
 
 
