@@ -328,10 +328,9 @@ def _begin(job: Job, trace_settings: Settings | None, seed: int | None) -> None:
             # Functions run at exit in reverse order: the job closes before the cluster, which has registered its own
             # shutdown already.
             atexit.register(close)
-        last_word = LastWord(job)
-        job.add(last_word)
+        job.add(LastWord(job))
         job.add(SessionEnds(job))
-        job.add(OptimizerHook(job, last_word))
+        job.add(OptimizerHook(job))
     except BaseException as error:
         # Children of a process that is no rank must not take it for one.
         environment.NPU_DEVICE_RANK_PROCESS.set("")

@@ -62,10 +62,10 @@ class UnequalStartError(RuntimeError):
 class AppliedGradients:
     """The optimizers that apply gradients in a job; a component of the job."""
 
-    def __init__(self, job: Job, last_word: LastWord) -> None:
+    def __init__(self, job: Job) -> None:
         self._job = job
-        self._last_word = last_word
-        self._posted_sums = PostedSums(job, last_word, self._are_equal_otherwise)
+        self._last_word = job.component_or_new(LastWord, job)
+        self._posted_sums = PostedSums(job, self._last_word, self._are_equal_otherwise)
         self._watched = weakref.WeakKeyDictionary[Any, WatchedOptimizer]()
         # The optimizers of the script's own loops that XLA compiles, by graph.
         self._compiled = weakref.WeakKeyDictionary[Any, WatchedOptimizer]()
@@ -220,11 +220,9 @@ class AppliedGradients:
         """Return a gradient of an eager step before and after its reduction, if one was noted."""
         pair = self._pair
         self._pair = None
-        if pair is None or not tf.executing_eagerly():
-            return None
         shapes = [dense_of(gradient).shape for gradient in step.gradients]
         # The pair may be from the gradients of another optimizer.
-        if pair.gradient.shape not in shapes:
+        if pair is None or not tf.executing_eagerly() or pair.gradient.shape not in shapes:
             return None
         return pair
 

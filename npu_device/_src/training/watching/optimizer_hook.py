@@ -10,7 +10,6 @@ from typing import Any, Callable
 from npu_device._src import compat
 from npu_device._src.collectives.job import Job, current_component
 from npu_device._src.training.watching.applied_gradients import AppliedGradients, UnequalStartError
-from npu_device._src.training.watching.last_word import LastWord
 from npu_device._src.training.watching.row_order import rows_in_order
 from npu_device._src.training.watching.wrapped_optimizers import reducer_inside
 
@@ -20,8 +19,8 @@ _log = logging.getLogger("npu_device")
 class OptimizerHook:
     """The wrapped methods of the optimizer classes of each Keras; a component of the job."""
 
-    def __init__(self, job: Job, last_word: LastWord) -> None:
-        job.add(AppliedGradients(job, last_word))
+    def __init__(self, job: Job) -> None:
+        job.add(AppliedGradients(job))
         # The method before, and its wrapper, by the class and the method's name.
         self._replaced: dict[tuple[type, str], tuple[Any, Any]] = {}
         self._unwrapped = {"keras", "tf_keras"}
