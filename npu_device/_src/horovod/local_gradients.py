@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import MethodType
 from typing import Any
 
 import tensorflow as tf
@@ -10,7 +11,7 @@ import tensorflow as tf
 from npu_device._src import compat
 from npu_device._src.gradients.reduction import weighted
 from npu_device._src.training.distribute import ranks
-from npu_device._src.training.watching.partial_sums import warn_of_file
+from npu_device._src.training.watching.partial_sums import methods_that_warn, note_partial_sums
 from npu_device._src.training.watching.wrapped_optimizers import reducer_of, reducing_optimizer
 
 _as_it_is = compat.do_not_convert
@@ -116,28 +117,17 @@ class LocalGradients:
     def _keep_sums(self, optimizer: Any) -> None:
         """Let checkpoints keep what this rank has added up, and other files cause a warning."""
         own_build: Any = getattr(optimizer, "build", None)
-        own_save: Any = getattr(optimizer, "save_own_variables", None)
-        own_children: Any = optimizer._trackable_children
 
         def build_with_sums(variables: Any) -> None:
             own_build(variables)
             self._make_sums(optimizer, variables)
 
-        def save_own_variables(store: Any) -> None:
-            warn_of_file(optimizer, self._sums.values())
-            own_save(store)
-
-        def trackable_children(save_type: str = "checkpoint", **kwargs: Any) -> Any:
-            if save_type == "checkpoint":
-                warn_of_file(optimizer, self._sums.values())
-            return own_children(save_type, **kwargs)
-
-        # Legacy optimizers of tf-keras have no ``build``.
+        # Legacy optimizers of tf-keras have no ``build``, nor a method for files of Keras.
         if own_build is not None:
             optimizer.build = build_with_sums
-        if own_save is not None:
-            optimizer.save_own_variables = save_own_variables
-        optimizer._trackable_children = trackable_children
+        for name, method in methods_that_warn(lambda _: self._sums.values()).items():
+            if hasattr(optimizer, name):
+                setattr(optimizer, name, MethodType(method, optimizer))
 
     def enter(self, optimizer: Any, gradients: Sequence, variables: Sequence, apply: Any) -> Any:
         """Apply gradients, or only add them up if it isn't time yet."""
@@ -216,4 +206,4 @@ class LocalGradients:
         self._sums.update(zip(map(id, without_sum), sums))
         reducer = reducer_of(reducing_optimizer(optimizer))
         if reducer is not None:
-            reducer.note_partial_sums(sums, self._count, self.passes)
+            note_partial_sums(reducer.world, sums, self._count, self.passes)

@@ -64,7 +64,7 @@ class WeightedReducer(GradientReducer):
         options = replace(self.options_for(optimizer), reduction="sum")
         contributions = self.weighted_contributions(gradients, step, optimizer)
         # No pair is kept: ``fit`` compares the batches themselves.
-        reduced = self._world.reduce(contributions, options, owners)
+        reduced = self.world.reduce(contributions, options, owners)
         self.remember(reduced)
         return reduced
 
@@ -85,7 +85,7 @@ class WeightedReducer(GradientReducer):
         # Accumulated gradients are reduced by a mean (``_means``). The first-step check takes each step's gradients.
         is_mean = self.accumulates(optimizer) and not step.is_dry_run
         if is_mean:
-            return factor * self._world.size
+            return factor * self.world.size
         return factor
 
     def weighted_contributions(

@@ -16,11 +16,10 @@ import tensorflow as tf
 from npu_device._src import compat
 from npu_device._src.gradients.reduction import Gradient, compared_with_one_process
 from npu_device._src.trace.trace import iteration
-from npu_device._src.training.watching.partial_sums import note_partial_sums, warn_of_file
+from npu_device._src.training.watching.partial_sums import note_partial_sums
 from npu_device._src.world.world import World
 
 _Reduce = Callable[..., "list[Gradient]"]
-_as_it_is = compat.do_not_convert
 
 
 def accumulates(optimizer: Any, reduction: str) -> bool:
@@ -169,12 +168,12 @@ def _reduced_in_update(
     """Return gradients for Keras to add to the accumulators, which hold the means in the step of an update."""
 
     def reduce_sums() -> list[tf.Tensor]:
-        # Read inside the branch: the accumulators must have the values of this step.
-        sums = list(map(tf.convert_to_tensor, accumulators))
-        for position, contribution in enumerate(contributions):
+        sums = []
+        for accumulator, contribution in zip(accumulators, contributions):
             # Keras divides before it accumulates.
             unscaled = _unscaled(optimizer, contribution)
-            sums[position] += tf.cast(unscaled, sums[position].dtype)
+            # Read inside the branch: the accumulators must have the values of this step.
+            sums.append(accumulator + tf.cast(unscaled, accumulator.dtype))
         with iteration():
             means = reduce(sums)
             for accumulator, mean in zip(accumulators, means):
@@ -189,21 +188,3 @@ def _reduced_in_update(
     gradients = tf.cond(is_update(optimizer), reduce_sums, lambda: list(contributions))
     # ``tf.cond`` returns a list of one tensor as the tensor.
     return tf.nest.flatten(gradients)
-
-
-# Files that a script writes by itself, on one rank
-
-
-@_as_it_is
-def save_own_variables(self: Any, store: Any) -> None:
-    """Stand in for the method of an optimizer that writes its variables to a file of Keras."""
-    warn_of_file(self, compat.all_accumulators_of(self))
-    type(self).save_own_variables(self, store)
-
-
-@_as_it_is
-def trackable_children(self: Any, save_type: str = "checkpoint", **kwargs: Any) -> Any:
-    """Stand in for the method of an optimizer that tells ``tf.train.Checkpoint`` what to write."""
-    if save_type == "checkpoint":
-        warn_of_file(self, compat.all_accumulators_of(self))
-    return type(self)._trackable_children(self, save_type, **kwargs)

@@ -42,7 +42,6 @@ from npu_device._src.training.optimizers.finite_gradients import checked
 from npu_device._src.training.optimizers.reducing_methods import install
 from npu_device._src.training.sharding.divided_update import DividedUpdate
 from npu_device._src.training.sharding.divisible import divided_update, tell_undivided
-from npu_device._src.training.watching.partial_sums import note_partial_sums
 from npu_device._src.training.watching.replica_audit import Audit
 from npu_device._src.training.watching.same_samples import Pair, pair_of
 from npu_device._src.training.watching.same_variables import ComparedVariables, make_equal
@@ -138,7 +137,7 @@ class GradientReducer:
         self.has_own_batches = False
         # True if Horovod's optimizer adds up the gradients of several batches before they come here.
         self.adds_up_first = False
-        self._world = world
+        self.world = world
         self._reduced: list[weakref.ref[Any]] = []
         self._applying: Any = None  # the optimizer whose gradients are ready
         self._compared = ComparedVariables()
@@ -156,7 +155,7 @@ class GradientReducer:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientReducer:
         # A copy of the optimizer gets other gradients, none of which have been reduced.
-        return GradientReducer(self._world, self.options)
+        return GradientReducer(self.world, self.options)
 
     def install(self, optimizer: Any, requested: bool | None) -> None:
         """Reduce the gradients of an optimizer, and divide its updates among the ranks on request."""
@@ -173,12 +172,12 @@ class GradientReducer:
         self.requests_divided_update = requested
         if _is_requested(requested):
             adds_up = self.accumulates(optimizer)
-            self.divided_update = divided_update(self._world, optimizer, self.options, adds_up)
+            self.divided_update = divided_update(self.world, optimizer, self.options, adds_up)
 
     def stop_dividing_updates(self, reason: str) -> None:
         """Make all updates on each rank, after a message on the first one."""
         self.divided_update = None
-        tell_undivided(self._world, reason)
+        tell_undivided(self.world, reason)
 
     def begin(self, optimizer: Any, variables: Iterable) -> None:
         """Make variables equal on all ranks before the first step that trains them."""
@@ -201,8 +200,8 @@ class GradientReducer:
         # States are compared in their order: their names may have different numbers on each rank.
         states = compat.unique(compat.optimizer_variables(optimizer, variables))
         states = self._compared.others(states)
-        self._has_compared = make_equal(self._world, new, level=level)
-        if self._has_compared and make_equal(self._world, states, level=level):
+        self._has_compared = make_equal(self.world, new, level=level)
+        if self._has_compared and make_equal(self.world, states, level=level):
             self._compared.note([*new, *states])
 
     def options_for(self, optimizer: Any) -> ReductionOptions:
@@ -215,10 +214,10 @@ class GradientReducer:
     ) -> list[Gradient]:
         """Return the gradients reduced over the ranks, ``None`` where ``None`` was; see ``reduce_list``."""
         gradients = list(gradients)
-        group = self._world.group
+        group = self.world.group
         options = self.options_for(optimizer)
-        note_reduced(self._world, gradients)
-        reduced = self._world.reduce(gradients, options, owners)
+        note_reduced(self.world, gradients)
+        reduced = self.world.reduce(gradients, options, owners)
         # Ranks of a group don't compare, as others may train something else.
         if group.name == WORLD_GROUP:
             self._pair = pair_of(gradients, reduced, options.reduction, group.size)
@@ -372,7 +371,7 @@ class GradientReducer:
     def agree(self, finite: tf.Tensor) -> tf.Tensor:
         """Return whether the gradients of all ranks are finite, given whether those of this one are: bool, shape []."""
         flag = tf.cast(finite, tf.int32)
-        least = all_reduce(self._world.job, flag, "min", self._world.group)
+        least = all_reduce(self.world.job, flag, "min", self.world.group)
         return tf.cast(least, tf.bool)
 
     def _reduced_or_accumulated(
@@ -387,7 +386,7 @@ class GradientReducer:
         elif self._applying is not optimizer and not only_building.is_on:
             _build(optimizer, variables)
             ready = accumulate(
-                self._world,
+                self.world,
                 optimizer,
                 self.contributions(optimizer, gradients),
                 variables,
@@ -395,7 +394,7 @@ class GradientReducer:
                 self._waits_for_update,
                 owners,
             )
-        note_accumulators(self._world, reducing_optimizer(optimizer))
+        note_accumulators(self.world, reducing_optimizer(optimizer))
         self._audit_variables(optimizer, ready, variables)
         return ready
 
@@ -409,7 +408,7 @@ class GradientReducer:
     def factor_for_mean(self) -> int:
         """Return the factor of this rank's gradients by which a mean over the ranks is what is asked for."""
         if self.options.reduction == "sum":
-            return self._world.size
+            return self.world.size
         return 1
 
     def contributions(self, optimizer: Any, gradients: Sequence[Gradient]) -> list[Gradient]:
@@ -418,16 +417,13 @@ class GradientReducer:
             return list(gradients)
         return [weighted(gradient, self.factor_for_mean) for gradient in gradients]
 
-    def note_partial_sums(self, variables: Sequence, counter: Any, period: int) -> None:
-        """Note variables in which this rank accumulates its contributions, as ``partial_sums`` does."""
-        note_partial_sums(self._world, variables, counter, period)
 
     def _means(
         self, optimizer: Any, contributions: Sequence[Gradient], owners: Owners = None
     ) -> list[Gradient]:
-        note_reduced(self._world, contributions)
+        note_reduced(self.world, contributions)
         options = replace(self.options_for(optimizer), reduction="mean")
-        return self._world.reduce(contributions, options, owners)
+        return self.world.reduce(contributions, options, owners)
 
 
     def _audit_variables(self, optimizer: Any, gradients: Sequence, variables: Sequence) -> None:
@@ -435,7 +431,7 @@ class GradientReducer:
         # Only the outermost call is a step.
         if self._applying is not None or not can_compare():
             return
-        self._audit = self._audit or Audit(self._world, not self._has_compared)
+        self._audit = self._audit or Audit(self.world, not self._has_compared)
         updated = []
         for gradient, variable in zip(gradients, variables):
             if gradient is not None:
@@ -456,7 +452,7 @@ class GradientReducer:
         if as_they_are or is_off or not can_compare():
             return reduced
         steps = compat.steps_made(optimizer)
-        return checked(self._world, steps, gradients, reduced, variables)
+        return checked(self.world, steps, gradients, reduced, variables)
 
 
 def _is_requested(argument: bool | None) -> bool:

@@ -11,7 +11,7 @@ from typing import Any, Callable
 import tensorflow as tf
 
 from npu_device._src import compat
-from npu_device._src.training.optimizers.accumulation import save_own_variables, trackable_children
+from npu_device._src.training.watching.partial_sums import methods_that_warn
 from npu_device._src.training.watching.wrapped_optimizers import REDUCER
 
 # Otherwise AutoGraph would rewrite the methods below when an optimizer is called in a tf.function.
@@ -41,8 +41,7 @@ def install(optimizer: Any, reducer: Any) -> None:
         if not is_scaling:
             hooks[aggregating[0]] = _aggregate_gradients
     if reducer.accumulates(optimizer):
-        hooks["save_own_variables"] = save_own_variables
-        hooks["_trackable_children"] = trackable_children
+        hooks.update(methods_that_warn(compat.all_accumulators_of))
     setattr(optimizer, REDUCER, reducer)
     for name, hook in hooks.items():
         setattr(optimizer, name, MethodType(hook, optimizer))

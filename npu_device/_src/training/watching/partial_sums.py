@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,7 +159,7 @@ def with_values(variables: Sequence, values: Sequence[tf.Tensor]) -> Iterator[No
             variable.assign(value)
 
 
-def warn_of_file(optimizer: Any, variables: Iterable) -> None:
+def _warn_of_file(optimizer: Any, variables: Iterable) -> None:
     """Warn, once for an optimizer, if this rank is about to write its own partial sums to a file."""
     if for_all_ranks.is_on or not tf.executing_eagerly():
         return
@@ -173,3 +173,24 @@ def warn_of_file(optimizer: Any, variables: Iterable) -> None:
         period = accumulation.period
         steps = accumulation.steps_since_update()
         _log.warning(_ONLY_OF_RANK, rank, name, steps, period, period)
+
+
+def methods_that_warn(partial_sums: Callable[[Any], Iterable]) -> dict[str, Callable]:
+    """Return stand-ins for the methods by which an optimizer writes its variables to files. They warn if the rank is
+    about to write its own partial sums, which ``partial_sums`` returns of an optimizer.
+    """
+
+    # Otherwise AutoGraph would rewrite the methods.
+    @compat.do_not_convert
+    def save_own_variables(self: Any, store: Any) -> None:
+        _warn_of_file(self, partial_sums(self))
+        type(self).save_own_variables(self, store)
+
+    @compat.do_not_convert
+    def trackable_children(self: Any, save_type: str = "checkpoint", **kwargs: Any) -> Any:
+        # This is how ``tf.train.Checkpoint`` asks what to write.
+        if save_type == "checkpoint":
+            _warn_of_file(self, partial_sums(self))
+        return type(self)._trackable_children(self, save_type, **kwargs)
+
+    return {"save_own_variables": save_own_variables, "_trackable_children": trackable_children}
