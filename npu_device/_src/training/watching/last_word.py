@@ -139,9 +139,10 @@ class LastWord:
                 variables[noted.key] = (variable, noted.name)
         of_optimizers = set()
         for key, references in self._optimizers.items():
-            optimizer, *trained = [reference() for reference in references]
-            if optimizer is None or any(variable is None for variable in trained):
+            living = [reference() for reference in references]
+            if any(component is None for component in living):
                 continue
+            optimizer, *trained = living
             states = map(compat.inner_variable, compat.optimizer_variables(optimizer, trained))
             for position, state in enumerate(states):
                 of_optimizers.add(id(state))

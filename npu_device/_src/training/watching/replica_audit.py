@@ -28,7 +28,7 @@ from npu_device._src.training.watching.applied_gradients import AppliedGradients
 from npu_device._src.training.watching.digests import Digest, differences, digest_of, variable_name
 from npu_device._src.training.watching.partial_sums import without_partial_sums
 from npu_device._src.training.watching.same_samples import Pair, SameSamples
-from npu_device._src.training.watching.same_variables import not_compared
+from npu_device._src.training.watching.same_variables import compared_behind
 from npu_device._src.training.watching.schedule import (
     FIRST_LOOKS,
     NEVER,
@@ -220,7 +220,7 @@ def audit_loop(world: World, variables: Sequence, pair: Callable[[], Pair | None
     if key not in audits:
         # Functions that are made again go on with the same count. So an audit lives as long as the first variable, and
         # not as a function, which is gone when Python's garbage collector has run, on each rank at another time.
-        audits[key] = Audit(world, bool(not_compared(variables)))
+        audits[key] = Audit(world, bool(compared_behind.others(variables)))
         if variables:
             weakref.finalize(variables[0], audits.pop, key, None)
     gradients = None

@@ -148,12 +148,7 @@ class ComparedVariables(set[int]):
         return [variable for variable in variables if id(variable) not in self]
 
 
-_compared = ComparedVariables()  # by ``make_equal_behind``
-
-
-def not_compared(variables: Sequence) -> list:
-    """Return those of the variables that ``make_equal_behind`` hasn't compared."""
-    return _compared.others(variables)
+compared_behind = ComparedVariables()  # by ``make_equal_behind``
 
 
 def make_equal_behind(
@@ -192,9 +187,9 @@ def make_equal_behind(
         if variable.trainable and is_needed(handle):
             trained.append(variable)
     variables = as_many_as_gradients(gradients, trained)
-    new = not_compared(variables)
+    new = compared_behind.others(variables)
     if new and make_equal(world, new, keeps_order=False, level=level):
-        _compared.note(new)
+        compared_behind.note(new)
     return variables
 
 
@@ -204,11 +199,8 @@ def as_many_as_gradients(gradients: Sequence, variables: Sequence) -> list:
         _shape_and_dtype(gradient) for gradient in gradients if gradient is not None
     )
     of_variables = Counter(map(_shape_and_dtype, variables))
-    equal_signatures = {
-        signature
-        for signature in of_variables
-        if of_variables[signature] == of_gradients[signature]
-    }
+    # A signature is in both with the same number.
+    equal_signatures = dict(of_variables.items() & of_gradients.items())
     return [variable for variable in variables if _shape_and_dtype(variable) in equal_signatures]
 
 
