@@ -110,7 +110,7 @@ def different_start(
     if mode == "ignore":
         return ""
     # Only variables that differ at all times are reported: the script has made the others equal.
-    differing = posted_differences(job, name, names, checksums, lambda equal: not any(equal))
+    differing = posted_differences(job, name, names, checksums, lambda equal: ~equal.any(axis=0))
     if not differing:
         return ""
     text = DIFFERENT_START % (differing, remedy)
@@ -125,24 +125,21 @@ def posted_differences(
     name: str,
     names: Sequence[str],
     checksums: Sequence[Sequence[int]],
-    is_reported: Callable[[list[bool]], bool],
+    is_reported: Callable[[np.ndarray], np.ndarray],
 ) -> str:
     """Post checksums of variables at some times; on the last rank, return a text about the values at the first time of
-    some variables. ``is_reported`` decides which, given whether the ranks were equal at each time. Otherwise "".
+    some variables. ``is_reported`` tells for each variable, given whether the ranks were equal by time and variable.
+    Otherwise "".
     """
-    own_row = list(map(list, zip(*checksums)))
     rows = []
     # The next collective raises the error of a lost rank.
     with contextlib.suppress(ClusterError):
-        rows = job.control.post(name, own_row)
-    if any(len(row) != len(names) for row in rows):
+        rows = job.control.post(name, list(map(list, checksums)))
+    if not rows or any(len(row[0]) != len(names) for row in rows):
         return ""
-    reported = []
-    # A column has a variable's checksums on each rank, at all times.
-    for column in zip(*rows):
-        reported.append(is_reported([len(set(ranks)) == 1 for ranks in zip(*column)]))
-    compared = []
-    for row in rows:
-        # Variables that aren't reported get 0, by which they compare as equal.
-        compared.append([times[0] if is_apart else 0 for times, is_apart in zip(row, reported)])
+    # By rank, time and variable.
+    posted = np.array(rows)
+    reported = is_reported((posted == posted[0]).all(axis=0))
+    # Variables that aren't reported get 0, by which they compare as equal.
+    compared = np.where(reported, posted[:, 0], 0).tolist()
     return differences(job.cluster, range(len(rows)), names, compared)[1]

@@ -91,37 +91,32 @@ class Audit:
         # The functions below refer to this weakly, since a graph keeps them, and must not keep the job.
         myself = weakref.ref(self)
         is_off = self._setting == "off"
-        keeps_order = optimizer is not None
-        audited = []
-        if not is_off:
-            states = []
-            if keeps_order:
-                states = without_partial_sums(compat.optimizer_variables(optimizer, variables))
-            audited = compat.unique([*variables, *states])
-        names = list(map(variable_name, audited))
-        if keeps_order:
-            by_hand = []
+        states = []
+        by_hand = []
+        steps = count - 1
+        if optimizer is None:
+            by_hand = list(map(weakref.ref, variables))
+        else:
+            states = without_partial_sums(compat.optimizer_variables(optimizer, variables))
             # Its own count, which goes on after a restart.
             steps = tf.cast(value_of(optimizer.iterations), tf.int64)
-        else:
-            by_hand = list(map(weakref.ref, variables))
-            steps = count - 1
-        before_and_after = []
-        scale = 0.0
+        audited = []
+        if not is_off:
+            audited = compat.unique([*variables, *states])
+        names = list(map(variable_name, audited))
+        # Zeros tell nothing about the samples.
+        gradient, reduced, scale = Pair(tf.zeros([]), tf.zeros([]), 0.0)
         if pair is not None and not self._samples.is_over:
-            before_and_after = [pair.gradient, pair.reduced]
-            scale = pair.scale
-        # Counted here, since the function below must not keep the tensors themselves.
-        gradient_count = len(before_and_after)
+            gradient, reduced, scale = pair
 
-        def digest(count: Any, steps: Any, *arrays: np.ndarray) -> list:
+        def digest(
+            count: Any, steps: Any, gradient: np.ndarray, reduced: np.ndarray, *values: np.ndarray
+        ) -> list:
             audit = _audit_of(myself)
-            if gradient_count:
-                audit._samples.compare(int(count), arrays[0], arrays[1], scale)
-            values = arrays[gradient_count:]
+            audit._samples.compare(int(count), gradient, reduced, scale)
             digests = list(map(digest_of, values))
             audit._reading = _Reading(int(steps), names, values, digests)
-            if not keeps_order:
+            if by_hand:
                 # The order of variables may differ among ranks; sorted digests don't depend on it.
                 digests = sorted(digests)
             return [audit._message(int(count), digests, by_hand)]
@@ -130,7 +125,7 @@ class Audit:
             due = _audit_of(myself)._settle(list(map(int, maxima)), int(count))
             return [np.int64(due)]
 
-        inputs = [count, steps, *before_and_after, *map(value_of, audited)]
+        inputs = [count, steps, gradient, reduced, *map(value_of, audited)]
         [message] = call_now(digest, inputs, [tf.TensorSpec([5], tf.int64)])
         # max(digest) is -max(-digest) only if all ranks have the same digest.
         if not is_off:

@@ -120,7 +120,7 @@ class _Comparison:
                 self.names,
                 [checksums, earlier.checksums],
                 # Variables that differed earlier were reported then.
-                lambda equal: equal == [False, True],
+                lambda equal: equal[1] & ~equal[0],
             )
             if text:
                 _log.warning(_DRIFTED, steps, earlier.steps, text)
