@@ -259,8 +259,7 @@ class GradientReducer:
                 return self._divided(update, optimizer, apply_by_class, gradients, variables)
         # Made equal before anything is reduced, so that the first update is the same on all ranks.
         self.begin(optimizer, variables)
-        # Accumulated gradients are reduced in a branch of the graph, which is the iteration then.
-        with contextlib.nullcontext() if self.accumulates(optimizer) else iteration():
+        with self._iteration(optimizer):
             ready = self._reduced_or_accumulated(optimizer, gradients, variables)
             return self.apply_ready(optimizer, apply_by_class, ready, variables)
 
@@ -295,18 +294,18 @@ class GradientReducer:
             else:
                 ready, _ = self.reduced_for_scale(optimizer, gradients, variables)
             return apply_ready(ready, variables)
+        changes_variables = None
         if self.accumulates(optimizer):
-            owners = update.owners(variables)
-            ready = self._reduced_or_accumulated(optimizer, gradients, variables, owners)
-            return update.apply(
-                apply_ready, ready, variables, lambda _: ready, is_update(optimizer)
-            )
+            changes_variables = is_update(optimizer)
+        reduce = functools.partial(self._reduced_or_accumulated, optimizer, gradients, variables)
+        with self._iteration(optimizer):
+            return update.apply(apply_ready, gradients, variables, reduce, changes_variables)
 
-        def reduce(owners: list[int]) -> list[Gradient]:
-            return self._reduced_and_audited(optimizer, gradients, variables, owners)
-
-        with iteration():
-            return update.apply(apply_ready, gradients, variables, reduce)
+    def _iteration(self, optimizer: Any) -> contextlib.AbstractContextManager[None]:
+        # Accumulated gradients are reduced in a branch of the graph, which is the iteration then.
+        if self.accumulates(optimizer):
+            return contextlib.nullcontext()
+        return iteration()
 
     def begin_divided(self, optimizer: Any, variables: list) -> None:
         """Build an optimizer whose updates are divided, and make it equal on all ranks before the first step."""
@@ -379,7 +378,7 @@ class GradientReducer:
     ) -> list[Gradient]:
         """Return what Keras is to apply: reduced gradients, or those that it accumulates on this rank."""
         if not self.accumulates(optimizer):
-            return self._reduced_and_audited(optimizer, gradients, variables)
+            return self._reduced_and_audited(optimizer, gradients, variables, owners)
         ready = gradients
         if reducing_optimizer(optimizer) is not optimizer:
             ready = self._all_finite_or_none(gradients)
