@@ -88,8 +88,8 @@ class LastWord:
             if id(inner) not in noted:
                 key = f"{label or self._calls}/{position}"
                 noted[id(inner)] = _Noted(key, weakref.ref(inner), variable_name(variable))
-                # A variable that goes takes its note along; ids are used again.
-                weakref.finalize(inner, noted.pop, id(inner), None)
+                # A variable that goes takes its note along; ids are used again. At exit, ``close`` needs the notes.
+                weakref.finalize(inner, noted.pop, id(inner), None).atexit = False
             if not label:
                 noted[id(inner)].calls = self._job.component_or_new(ReducedTensors).calls
 

@@ -68,8 +68,8 @@ def note_partial_sums(world: World, variables: Sequence, counter: Any, period: i
     accumulation = _Accumulation(world, counter, period)
     for variable in map(compat.inner_variable, variables):
         _accumulations[id(variable)] = accumulation
-        # Forgotten with the variable, whose id another one may get.
-        weakref.finalize(variable, _accumulations.pop, id(variable), None)
+        # Forgotten with the variable, whose id another one may get; not at exit, when others still ask.
+        weakref.finalize(variable, _accumulations.pop, id(variable), None).atexit = False
 
 
 def is_partial_sum(variable: Any) -> bool:
