@@ -41,10 +41,9 @@ def adam_apply_one_assign(
 
     Source: Ascend operator AdamApplyOneAssign.
     """
-    inputs = (input0, input1, input2, input3, input4)
-    factors = (mul0_x, mul1_x, mul2_x, mul3_x)
+    inputs = (input0, input1, input2, input3, input4, mul0_x, mul1_x, mul2_x, mul3_x)
     name = name or "AdamApplyOneAssign"
-    return adam_apply_one_with_decay_assign(*inputs, *factors, None, add2_y, name)
+    return adam_apply_one_with_decay_assign(*inputs, None, add2_y, name)
 
 
 def adam_apply_one_with_decay_assign(
