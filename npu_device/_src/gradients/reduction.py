@@ -137,9 +137,7 @@ def reduce_list(
         trace = None
         if tracer is not None:
             trace = context.enter_context(
-                traced_reduction(
-                    tracer, tensors, segments, job, group, waits_for_all, options.wire
-                )
+                traced_reduction(tracer, tensors, segments, job, group, waits_for_all, options.wire)
             )
         if waits_for_all:
             dense = [tensor for tensor in tensors if isinstance(tensor, tf.Tensor)]

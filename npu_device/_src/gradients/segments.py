@@ -35,8 +35,6 @@ def production_order(tensors: Sequence[tf.Tensor]) -> list[int]:
     return sorted(from_the_end, key=lambda position: numbers[position])
 
 
-
-
 def _operations_needed(targets: Sequence[tf.Operation]) -> list[int]:
     """Return the number of operations on which each target depends."""
     # Every operation gets a set of the targets that depend on it, as the bits of an integer.

@@ -143,9 +143,7 @@ def add_up_slices(
     return tf.IndexedSlices(rows, row_indices, slices.dense_shape)
 
 
-def _gathered_rows(
-    engine: AgreedEngine, rows: tf.Tensor, wire: Wire, dtype: tf.DType
-) -> tf.Tensor:
+def _gathered_rows(engine: AgreedEngine, rows: tf.Tensor, wire: Wire, dtype: tf.DType) -> tf.Tensor:
     """Return the rows of all ranks in the dtype in which results of another one are added up."""
     # The rows have fewer bits only while they travel.
     sent = tf.cast(rows, wire_dtype(rows.dtype, wire))

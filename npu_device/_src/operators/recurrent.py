@@ -18,8 +18,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from npu_device._src.collectives.graph import runs_if_fetched
-
 Tensors = tuple[tf.Tensor, ...]
 
 # Attributes that support a single value: the value that works, and what to do when another one is wanted.
@@ -359,6 +357,8 @@ def _initial_state(x: tf.Tensor, state: Any, hidden: Any) -> tf.Tensor:
     return tf.reshape(state, shape)
 
 
+def _in_session() -> bool:
+    return not tf.compat.v1.executing_eagerly_outside_functions()
 
 
 class _Recurrent(tf.Module):
@@ -376,7 +376,7 @@ class _Recurrent(tf.Module):
         x = tf.convert_to_tensor(x, self._dtype)
         if not self._built:
             scope = contextlib.nullcontext()
-            if runs_if_fetched():
+            if _in_session():
                 # A scope that is entered again with ``reuse`` has the layer in it again, with the same weights.
                 scope = tf.compat.v1.variable_scope(None, self.name)
             with scope:
@@ -397,7 +397,7 @@ class _Recurrent(tf.Module):
         return self._variable(name, [gates * self._hidden_size], tf.zeros)
 
     def _variable(self, name: str, shape: list[int], initial: Callable) -> tf.Variable:
-        if runs_if_fetched():
+        if _in_session():
             return tf.compat.v1.get_variable(name, shape, self._dtype, initial)
         # A function that draws the initial values runs outside of the graph only as a callable.
         value = functools.partial(initial, shape, dtype=self._dtype)

@@ -160,8 +160,6 @@ def _choose_for_sparse(
         waits_for_update[id(variable)] = all(rows_by_rank) and sparse_rows > dense_rows
 
 
-
-
 def _reduced_in_update(
     optimizer: Any, contributions: Sequence[tf.Tensor], accumulators: Sequence, reduce: _Reduce
 ) -> list[tf.Tensor]:

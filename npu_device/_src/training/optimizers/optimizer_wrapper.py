@@ -416,14 +416,12 @@ class GradientReducer:
             return list(gradients)
         return [weighted(gradient, self.factor_for_mean) for gradient in gradients]
 
-
     def _means(
         self, optimizer: Any, contributions: Sequence[Gradient], owners: Owners = None
     ) -> list[Gradient]:
         note_reduced(self.world, contributions)
         options = replace(self.options_for(optimizer), reduction="mean")
         return self.world.reduce(contributions, options, owners)
-
 
     def _audit_variables(self, optimizer: Any, gradients: Sequence, variables: Sequence) -> None:
         """Audit the variables if it is time."""

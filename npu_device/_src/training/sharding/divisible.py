@@ -18,8 +18,6 @@ _log = logging.getLogger("npu_device")
 _DTYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32)
 
 
-
-
 def divided_update(
     world: World, optimizer: Any, options: ReductionOptions, accumulates: bool
 ) -> DividedUpdate | None:

@@ -288,8 +288,6 @@ def _outside_xla(graph: Any) -> Iterator[None]:
         yield
 
 
-
-
 def _is_value_of(variable: Any, values: Sequence) -> bool:
     """Return whether the value of a variable is among some values."""
     candidates = []

@@ -125,7 +125,7 @@ def posted_differences(
     name: str,
     names: Sequence[str],
     checksums: Sequence[Sequence[int]],
-    is_reported: Callable[[np.ndarray], np.ndarray],
+    is_reported: Callable[[np.ndarray], Any],
 ) -> str:
     """Post checksums of variables at some times; on the last rank, return a text about the values at the first time of
     some variables. ``is_reported`` tells for each variable, given whether the ranks were equal by time and variable.

@@ -104,7 +104,9 @@ def means_of(variables: Sequence) -> list[tf.Tensor]:
     # Optimizers may reduce among different groups of ranks.
     worlds = {world.group.name: world for world in map(_world_of, variables)}
     for name, world in worlds.items():
-        partial_sums = [variable for variable in variables if _world_of(variable).group.name == name]
+        partial_sums = [
+            variable for variable in variables if _world_of(variable).group.name == name
+        ]
         tensors = list(map(tf.convert_to_tensor, partial_sums))
         means.update(zip(map(id, partial_sums), world.reduce(tensors, ReductionOptions("mean"))))
     return [means[id(variable)] for variable in variables]
@@ -180,17 +182,15 @@ def methods_that_warn(partial_sums: Callable[[Any], Iterable]) -> dict[str, Call
     about to write its own partial sums, which ``partial_sums`` returns of an optimizer.
     """
 
-    # Otherwise AutoGraph would rewrite the methods.
-    @compat.do_not_convert
-    def save_own_variables(self: Any, store: Any) -> None:
-        _warn_of_file(self, partial_sums(self))
-        type(self).save_own_variables(self, store)
+    def stand_in(name: str) -> Callable:
+        # Otherwise AutoGraph would rewrite the method.
+        @compat.do_not_convert
+        def write(self: Any, *args: Any, **kwargs: Any) -> Any:
+            # Where TensorFlow asks for the parts of an optimizer, it tells what it is about to write.
+            if "savedmodel" not in (*args, *kwargs.values()):
+                _warn_of_file(self, partial_sums(self))
+            return getattr(type(self), name)(self, *args, **kwargs)
 
-    @compat.do_not_convert
-    def trackable_children(self: Any, save_type: str = "checkpoint", **kwargs: Any) -> Any:
-        # This is how ``tf.train.Checkpoint`` asks what to write.
-        if save_type == "checkpoint":
-            _warn_of_file(self, partial_sums(self))
-        return type(self)._trackable_children(self, save_type, **kwargs)
+        return write
 
-    return {"save_own_variables": save_own_variables, "_trackable_children": trackable_children}
+    return {name: stand_in(name) for name in ("save_own_variables", "_trackable_children")}

@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from npu_device._src import compat, environment
-from npu_device._src.collectives.graph import fetchable, runs_if_fetched
+from npu_device._src.collectives.graph import fetchable
 from npu_device._src.collectives.ops import broadcast_from_owners
 from npu_device._src.gradients.reduction import dense_of
 from npu_device._src.training.watching import digests
@@ -126,7 +126,7 @@ def note_equal(world: World, variables: Sequence) -> None:
     held_by_all = [variable for variable in variables if not compat.is_share(variable)]
     last_word: LastWord | SessionEnds | None = world.job.component(LastWord)
     # Variables of a session have no values outside of it.
-    if runs_if_fetched():
+    if not tf.compat.v1.executing_eagerly_outside_functions():
         last_word = world.job.component(SessionEnds)
     if last_word is not None:
         last_word.add(held_by_all)

@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from npu_device._src import compat
-from npu_device._src.collectives.graph import runs_if_fetched, step_data
+from npu_device._src.collectives.graph import step_data
 from npu_device._src.threads import ThreadSwitch
 
 FIRST_LOOKS = (4, 7, 10, 20)
@@ -26,7 +26,7 @@ only_building = ThreadSwitch()
 
 def can_compare() -> bool:
     """Return whether the ranks can compare what belongs to the step that is built, for which they need eager mode."""
-    return not runs_if_fetched() and not only_building.is_on
+    return tf.compat.v1.executing_eagerly_outside_functions() and not only_building.is_on
 
 
 def next_look(count: int, after: int) -> int:

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
 from npu_device._src import compat
 from npu_device._src.cluster.rank_errors import ClusterError
@@ -84,7 +83,9 @@ class SessionEnds:
             return np.asarray(session.run(variable))
 
         variables = _to_be_equal(self._graphs[session.graph])
-        return checksums_in_time({variable_name(variable): variable for variable in variables}, read)
+        return checksums_in_time(
+            {variable_name(variable): variable for variable in variables}, read
+        )
 
     def _post(self, graph: Any, checksums: dict[str, int]) -> None:
         job = self._job

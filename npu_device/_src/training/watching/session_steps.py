@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from npu_device._src import environment
-from npu_device._src.collectives.graph import origin, runs_if_fetched
+from npu_device._src.collectives.graph import origin
 from npu_device._src.collectives.job import Job
 from npu_device._src.collectives.sessions import SessionSteps
 from npu_device._src.gradients.reduction import dense_tensors, with_values
@@ -57,7 +57,8 @@ def reduce_compared(world: World, gradients: Sequence, reduce: Callable[[], list
     graphs = world.job.component_or_new(_Graphs)
     is_whole_job = world.size == world.job.cluster.world_size
     variables = []
-    if runs_if_fetched() and is_watched and is_whole_job and len(graphs) < _MOST_GRAPHS:
+    is_session = not tf.compat.v1.executing_eagerly_outside_functions()
+    if is_session and is_watched and is_whole_job and len(graphs) < _MOST_GRAPHS:
         variables = _variables_of(gradients)
     if not variables:
         return reduce()
@@ -128,7 +129,6 @@ class _Comparison:
         if len(self.looks) > _MOST_SESSIONS:
             del self.looks[min(self.looks)]
         return _next_look(steps)
-
 
 
 def _next_look(steps: int) -> int:
