@@ -38,8 +38,9 @@ def digest_of(value: Any) -> Digest:
 
 def array_of(value: Any) -> np.ndarray:
     """Return an array, or what becomes a tensor with a value, as an array."""
-    if isinstance(value, np.ndarray):
-        return value
+    # A function that a graph calls gets a number as a scalar of numpy.
+    if isinstance(value, (np.ndarray, np.generic)):
+        return np.asarray(value)
     return compat.to_array(tf.convert_to_tensor(value))
 
 
