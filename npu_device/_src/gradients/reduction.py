@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Optional, Union
+from typing import Any, Optional, Union
 
 import tensorflow as tf
 
@@ -37,9 +38,12 @@ Segments = Sequence[Sequence[int]]
 """Positions of tensors that travel together."""
 _LARGEST_FUSION_ID = 0x7FFFFFFF
 WIRE_DTYPES = {"fp16": tf.float16, "bf16": tf.bfloat16}
-_wire_dtypes_in_use = dict(WIRE_DTYPES)
 _LATEST = 4096  # the most eager results that are remembered
 _TAPE = "gradient_tape/"  # prefix of the names of operations that compute gradients
+compared_with_one_process = threading.Event()
+"""Set where steps are compared with those of one process: values are sent uncompressed, since compression rounds, and
+gradients are reduced, and variables updated, in each step on each rank.
+"""
 
 
 @dataclass(frozen=True)
@@ -70,10 +74,12 @@ class ReductionOptions:
                 f"compression works with sum and mean only; found reduction {self.reduction!r}"
             )
 
-
-def send_uncompressed() -> None:
-    """Send all values in their own dtype from now on, whatever the options say: to compare with one process."""
-    _wire_dtypes_in_use.clear()
+    @property
+    def wire(self) -> tf.DType | None:
+        """Return the dtype in which float32 and float64 are sent; None for their own."""
+        if compared_with_one_process.is_set() or self.compression is None:
+            return None
+        return WIRE_DTYPES[self.compression]
 
 
 def check_fusion(fusion: int, fusion_id: int) -> None:
@@ -123,33 +129,28 @@ def reduce_list(
         tracer = job.component(Tracer)
     if options.compression == "fp16":
         say_that_float16_may_be_slow(job, group)
-    cut_list = _cut(job, tensors, options, group)
+    segments, calls = _cut(job, tensors, options, group)
     reduced: list[Gradient] = [None] * len(tensors)
     # Without hcom_parallel nothing is sent before everything is there.
     waits_for_all = not tf.executing_eagerly() and not global_options().hcom_parallel.typed
     with contextlib.ExitStack() as context:
         trace = None
         if tracer is not None:
-            wire = _wire_dtypes_in_use.get(options.compression or "")
             trace = context.enter_context(
-                traced_reduction(
-                    tracer, tensors, cut_list.segments, job, group, waits_for_all, wire
-                )
+                traced_reduction(tracer, tensors, segments, job, group, waits_for_all, options.wire)
             )
         if waits_for_all:
             dense = [tensor for tensor in tensors if isinstance(tensor, tf.Tensor)]
             context.enter_context(tf.control_dependencies(dense))
-        for positions, segments_here in cut_list.calls:
+        for positions, segments_here in calls:
             tensors_here = [tensors[position] for position in positions]
             owners_here = owners and [owners[position] for position in positions]
             reduction = ListReduction(job, tensors_here, segments_here, options, group, owners_here)
             for position, reduced_here in zip(positions, reduction.run()):
-                reduced[position] = reduced_here
-        for position in cut_list.sparse:
-            reduced[position] = _with_shape_of(tensors[position], reduced[position])
+                reduced[position] = _with_shape_of(tensors[position], reduced_here)
         if trace is not None:
-            alone = [[position] for position in cut_list.sparse]
-            for segment in (*cut_list.segments, *alone):
+            alone = [[position] for position in _sparse(tensors)]
+            for segment in (*segments, *alone):
                 trace.segment(_own_or_last(segment, reduced, tensors))
     if trace is not None:
         reduced = trace.recorded_with(reduced)
@@ -167,40 +168,37 @@ def _to_tensor(gradient: Any) -> Gradient:
     return tf.convert_to_tensor(gradient)
 
 
-class _CutList(NamedTuple):
-    """A list as it is reduced; all numbers are positions of tensors."""
-
-    segments: Segments  # segments of dense tensors
-    sparse: Sequence[int]
-    # The positions of each call in the list, and its segments among the tensors there.
-    calls: Sequence[tuple[Sequence[int], Segments]]
-
-
 def _cut(
     job: Job, tensors: Sequence[Gradient], options: ReductionOptions, group: Group
-) -> _CutList:
-    """Cut a list by the split strategy, and divide it among calls."""
+) -> tuple[Segments, list[tuple[Sequence[int], Segments]]]:
+    """Cut a list by the split strategy into segments of dense tensors, and divide it among calls: the positions of each
+    in the list, and its segments among the tensors there.
+    """
     # A single dense tensor, the usual ``all_reduce``, needs no order.
     if len(tensors) == 1 and isinstance(tensors[0], tf.Tensor):
-        return _CutList([[0]], sparse=[], calls=[([0], [[0]])])
+        return [[0]], [([0], [[0]])]
     orders = job.component_or_new(FirstOrders)
     segments = cut(orders, tensors, options.reduction, options.fusion, group.name)
-    sparse = []
-    for position, tensor in enumerate(tensors):
-        if isinstance(tensor, tf.IndexedSlices):
-            sparse.append(position)
     call = (range(len(tensors)), segments)
     # A segment that is a call of its own has all of its tensors in one segment.
     calls: list = [(segment, [range(len(segment))]) for segment in segments]
     # Sparse tensors are in no segment: each of them is reduced by itself.
-    calls += [([position], []) for position in sparse]
-    return _CutList(segments, sparse, one_or_several(call, calls))
+    calls += [([position], []) for position in _sparse(tensors)]
+    return segments, one_or_several(call, calls)
 
 
-def _with_shape_of(tensor: Any, rows: Any) -> tf.IndexedSlices:
-    """Return reduced rows with the dense shape of the tensor that went in."""
+def _sparse(tensors: Sequence[Gradient]) -> list[int]:
+    """Return the positions of sparse tensors."""
+    positions = enumerate(tensors)
+    return [position for position, tensor in positions if isinstance(tensor, tf.IndexedSlices)]
+
+
+def _with_shape_of(tensor: Gradient, reduced: Any) -> Any:
+    """Return what a tensor was reduced to; rows get the dense shape of the tensor."""
+    if not isinstance(tensor, tf.IndexedSlices):
+        return reduced
     # A session returns a shape of which the graph knows nothing.
-    return tf.IndexedSlices(rows.values, rows.indices, tensor.dense_shape)
+    return tf.IndexedSlices(reduced.values, reduced.indices, tensor.dense_shape)
 
 
 def _own_or_last(
@@ -211,103 +209,93 @@ def _own_or_last(
     return owned or [tensors[segment[-1]]]
 
 
+@dataclass
 class ListReduction:
     """The reduction of a list whose segments are known, positions of dense tensors, as one call."""
 
-    def __init__(
-        self,
-        job: Job,
-        tensors: Sequence[Gradient],
-        segments: Segments,
-        options: ReductionOptions,
-        group: Group,
-        owners: Owners = None,
-    ) -> None:
-        self._job = job
-        self._owners = owners
-        self._segments = segments
-        self._options = options
-        self._group = group
-        self._wire = _wire_dtypes_in_use.get(options.compression or "")
-        for tensor in tensors:
-            if isinstance(tensor, tf.IndexedSlices) and options.reduction not in ("sum", "mean"):
-                raise ValueError(
-                    f"reduction {options.reduction!r} of IndexedSlices is not defined; expected 'sum' or 'mean', "
-                    "or dense tensors (tf.convert_to_tensor)"
-                )
-            if tensor is not None:
-                require_reduction("all_reduce", tensor.dtype, options.reduction)
-        self._tensors = tensors
+    job: Job
+    tensors: Sequence[Gradient]
+    segments: Segments
+    options: ReductionOptions
+    group: Group
+    owners: Owners = None
+
+    def __post_init__(self) -> None:
+        reduction = self.options.reduction
         self._sparse = []
-        for position, tensor in enumerate(tensors):
+        for position, tensor in enumerate(self.tensors):
             if isinstance(tensor, tf.IndexedSlices):
+                if reduction not in ("sum", "mean"):
+                    raise ValueError(
+                        f"reduction {reduction!r} of IndexedSlices is not defined; expected 'sum' or 'mean', "
+                        "or dense tensors (tf.convert_to_tensor)"
+                    )
                 self._sparse.append(TableRows(position, tensor.indices))
+            if tensor is not None:
+                require_reduction("all_reduce", tensor.dtype, reduction)
 
     def run(self) -> list[Gradient]:
         """Reduce the list; every rank of the group calls this."""
         # The arguments that have to be the same on all ranks.
         agreed = {
-            "reduction": self._options.reduction,
-            "segments": _summary(self._segments),
-            "compression": self._options.compression or "none",
+            "reduction": self.options.reduction,
+            "segments": _summary(self.segments),
+            "compression": self.options.compression or "none",
         }
         counts = [rows.counts for rows in self._sparse if rows.counts is not None]
-        inputs = [*self._tensors, *counts]
+        inputs = [*self.tensors, *counts]
         gradient = None
-        if self._segments:
+        if self.segments:
             gradient = self._gradient
         name = "all_reduce"
-        if self._owners is not None:
+        if self.owners is not None:
             name = "reduce_to_owners"
-            agreed["owners"] = digest_of(self._owners)
+            agreed["owners"] = digest_of(self.owners)
         collective = Collective(
             name,
-            self._group,
-            self._tensors,
+            self.group,
+            self.tensors,
             self._reduce_by,
             inputs,
             self._specs,
             agreed,
             gradient=gradient,
-            has_owners=self._owners is not None,
+            has_owners=self.owners is not None,
         )
-        return collective.run(self._job)
+        return collective.run(self.job)
 
     def _reduce_by(self, engine: AgreedEngine, *inputs: Any) -> list[Gradient]:
         """Reduce the list; after its values, the inputs are the counts of rows of each lookup, where they matter."""
-        reduced: list[Gradient] = [None] * len(self._tensors)
-        reduction = self._options.reduction
-        lists = [[inputs[position] for position in segment] for segment in self._segments]
+        reduced: list[Gradient] = [None] * len(self.tensors)
+        reduction = self.options.reduction
+        wire = self.options.wire
+        lists = [[inputs[position] for position in segment] for segment in self.segments]
         reduced_lists: Sequence[Sequence[Optional[tf.Tensor]]]
-        if self._owners is None:
-            reduced_lists = engine.all_reduce(lists, reduction, self._wire)
+        if self.owners is None:
+            reduced_lists = engine.all_reduce(lists, reduction, wire)
         else:
-            owners = [
-                [self._owners[position] for position in segment] for segment in self._segments
-            ]
-            reduced_lists = engine.reduce_to_owners(lists, owners, reduction, self._wire)
-        for segment, reduced_segment in zip(self._segments, reduced_lists):
+            owners = [[self.owners[position] for position in segment] for segment in self.segments]
+            reduced_lists = engine.reduce_to_owners(lists, owners, reduction, wire)
+        for segment, reduced_segment in zip(self.segments, reduced_lists):
             for position, tensor in zip(segment, reduced_segment):
                 reduced[position] = tensor
-        counts = iter(inputs[len(self._tensors) :])
+        counts = iter(inputs[len(self.tensors) :])
         for rows in self._sparse:
             slices = inputs[rows.position]
-            if self._options.adds_rows:
-                reduced[rows.position] = add_up_slices(engine, slices, reduction, self._wire)
+            if self.options.adds_rows:
+                reduced[rows.position] = add_up_slices(engine, slices, reduction, wire)
             else:
-                reduced[rows.position] = rows.gathered(
-                    engine, slices, reduction, self._wire, counts
-                )
+                reduced[rows.position] = rows.gathered(engine, slices, reduction, wire, counts)
         return reduced
 
     def _gradient(self, upstream: Sequence[tf.Tensor]) -> list[Gradient]:
-        require_differentiable("all_reduce", self._options.reduction)
+        require_differentiable("all_reduce", self.options.reduction)
         # The gradients of the results travel in the same segments.
-        reduction = ListReduction(self._job, upstream, self._segments, self._options, self._group)
+        reduction = ListReduction(self.job, upstream, self.segments, self.options, self.group)
         return reduction.run()
 
     def _specs(self) -> list[tf.TypeSpec | None]:
-        return [_spec_of_result(tensor, self._options.reduction) for tensor in self._tensors]
+        return [_spec_of_result(tensor, self.options.reduction) for tensor in self.tensors]
 
 
 def _spec_of_result(tensor: Gradient, reduction: str) -> tf.TypeSpec | None:
@@ -347,10 +335,8 @@ def weighted(gradient: Any, weight: Any) -> Any:
 
 def all_finite(gradients: Sequence) -> tf.Tensor:
     """Return whether the gradients of this rank are finite: bool, shape []; ``None`` among them is ignored."""
-    values = map(dense_of, gradients)
-    return tf.reduce_all(
-        [True, *(tf.reduce_all(tf.math.is_finite(value)) for value in values if value is not None)]
-    )
+    are_finite = [tf.reduce_all(tf.math.is_finite(tensor)) for tensor in dense_tensors(gradients)]
+    return tf.reduce_all([True, *are_finite])
 
 
 def with_nan_unless(agreed: tf.Tensor, gradients: Sequence) -> list:
@@ -384,12 +370,12 @@ class ReducedTensors:
 
     def add(self, reduced: Iterable) -> None:
         self.calls += 1
-        eager = tf.executing_eagerly()
-        for tensor in map(dense_of, reduced):
-            if tensor is not None and eager:
+        is_eager = tf.executing_eagerly()
+        for tensor in dense_tensors(reduced):
+            if is_eager:
                 # References are weak, so that only whoever applies a gradient keeps it.
                 self._eager.append(weakref.ref(tensor))
-            elif tensor is not None:
+            else:
                 self._graphs.setdefault(tensor.graph, set()).add(tensor.name)
 
     def missing_in(self, gradients: Sequence) -> list:
@@ -419,28 +405,21 @@ class ReducedTensors:
         if graph in origins:
             return origins[graph]
         names: dict[str, set[str]] = {}
-        reduced = self._graphs.get(graph, ())
-        captured = {id(inside): outside for outside, inside in getattr(graph, "captures", ())}
+        # A placeholder of a function stands for a tensor outside.
+        for outside, inside in getattr(graph, "captures", ()):
+            if tf.is_symbolic_tensor(outside):
+                names[inside.name] = self._origins(outside.graph, origins)[outside.name]
+        names.update((name, {"sum"}) for name in self._graphs.get(graph, ()))
         for operation in graph.get_operations():
             sources = set()
             # What a tape computes is a gradient of this rank, whatever it is computed from.
             if _TAPE in operation.name:
                 sources = {"tape"}
             else:
-                inputs = list(operation.inputs)
-                if operation.type == "Placeholder":
-                    # A placeholder of a function stands for a tensor outside.
-                    inputs += [captured.get(id(output)) for output in operation.outputs]
-                for tensor in filter(tf.is_symbolic_tensor, inputs):
-                    names_there = names
-                    if tensor.graph is not graph:
-                        names_there = self._origins(tensor.graph, origins)
-                    sources |= names_there.get(tensor.name, set())
+                for tensor in operation.inputs:
+                    sources |= names.get(tensor.name, set())
             for output in operation.outputs:
-                if output.name in reduced:
-                    names[output.name] = {"sum"}
-                else:
-                    names[output.name] = sources
+                names.setdefault(output.name, sources)
         origins[graph] = names
         return names
 
@@ -449,6 +428,11 @@ def dense_of(gradient: Any) -> Any:
     if isinstance(gradient, tf.IndexedSlices):
         return gradient.values
     return gradient
+
+
+def dense_tensors(gradients: Iterable) -> list:
+    """Return the tensors of gradients, those of rows if they are sparse, without ``None``."""
+    return [dense_of(gradient) for gradient in gradients if gradient is not None]
 
 
 def origin_of(tensor: Any) -> tuple[int, str]:

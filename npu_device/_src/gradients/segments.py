@@ -12,7 +12,6 @@ import logging
 import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -20,27 +19,20 @@ from npu_device._src import compat
 from npu_device._src.gradients.split_strategy import bounds, log_once, segment_result, segments
 
 
-def production_order(tensors: Sequence) -> list[int]:
+def production_order(tensors: Sequence[tf.Tensor]) -> list[int]:
     """Return positions in the list, in the order of production.
 
     Ties count from the end of the list, since backward runs through the variables from the last to the first.
     """
-    dense = list(map(_dense, tensors))
-    from_the_end = list(reversed(range(len(dense))))
+    from_the_end = list(reversed(range(len(tensors))))
     if tf.executing_eagerly():
-        numbers = [compat.number_of(tensor) for tensor in dense]
+        numbers = list(map(compat.number_of, tensors))
         # Tensors that a comprehension re-created, for instance, have numbers in the order of the list.
         if numbers == sorted(numbers):
             return from_the_end
     else:
-        numbers = _operations_needed([tensor.op for tensor in dense])
+        numbers = _operations_needed([tensor.op for tensor in tensors])
     return sorted(from_the_end, key=lambda position: numbers[position])
-
-
-def _dense(tensor: Any) -> tf.Tensor:
-    if isinstance(tensor, tf.IndexedSlices):
-        return tensor.values
-    return tensor
 
 
 def _operations_needed(targets: Sequence[tf.Operation]) -> list[int]:
@@ -64,24 +56,18 @@ def _operations_needed(targets: Sequence[tf.Operation]) -> list[int]:
 
 def _consumers_first(targets: Sequence[tf.Operation]) -> list[tf.Operation]:
     """Return all operations that the targets depend on, each after those that use it."""
-    # Without recursion, since graphs are too deep for it.
+    # Without recursion, since graphs are too deep for it. An operation is visited once more after its producers.
     finished = []
     visited = set()
-    for target in targets:
-        if target in visited:
-            continue
-        visited.add(target)
-        path = [(target, iter(compat.producers(target)))]
-        while path:
-            operation, remaining_producers = path[-1]
-            for producer in remaining_producers:
-                if producer not in visited:
-                    visited.add(producer)
-                    path.append((producer, iter(compat.producers(producer))))
-                    break
-            else:
-                finished.append(operation)
-                path.pop()
+    pending = [(target, False) for target in targets]
+    while pending:
+        operation, is_finished = pending.pop()
+        if is_finished:
+            finished.append(operation)
+        elif operation not in visited:
+            visited.add(operation)
+            pending.append((operation, True))
+            pending += [(producer, False) for producer in compat.producers(operation)]
     return finished[::-1]
 
 

@@ -54,7 +54,7 @@ class TableRows:
     ) -> tf.IndexedSlices:
         """Return the sum or mean as the rows that one process has. Of ``counts`` it takes its own, if it has any."""
         dtype = reduced_dtype(slices.dtype, reduction)
-        rows = tf.cast(_gather_rows(engine, slices.values, wire), sum_dtype(dtype))
+        rows = _gathered_rows(engine, slices.values, wire, dtype)
         indices = gather_ragged(engine, slices.indices)
         if self.counts is not None:
             rows, indices = self._in_order_of_lookups(engine, rows, indices, next(counts))
@@ -117,7 +117,7 @@ def add_up_slices(
 
     def gathered() -> RowsAndIndices:
         # One row per index, as in the dense table: a norm over the rows must not depend on how they were reduced.
-        all_rows = tf.cast(_gather_rows(engine, own_rows, wire), sum_dtype(dtype))
+        all_rows = _gathered_rows(engine, own_rows, wire, dtype)
         rows, row_indices = add_up_duplicates(all_rows, gather_ragged(engine, own_indices))
         if reduction == "mean":
             rows = rows / size
@@ -143,10 +143,11 @@ def add_up_slices(
     return tf.IndexedSlices(rows, row_indices, slices.dense_shape)
 
 
-def _gather_rows(engine: AgreedEngine, rows: tf.Tensor, wire: Wire) -> tf.Tensor:
+def _gathered_rows(engine: AgreedEngine, rows: tf.Tensor, wire: Wire, dtype: tf.DType) -> tf.Tensor:
+    """Return the rows of all ranks in the dtype in which results of another one are added up."""
     # The rows have fewer bits only while they travel.
     sent = tf.cast(rows, wire_dtype(rows.dtype, wire))
-    return tf.cast(gather_ragged(engine, sent), rows.dtype)
+    return tf.cast(gather_ragged(engine, sent), sum_dtype(dtype))
 
 
 def add_up_duplicates(rows: tf.Tensor, indices: tf.Tensor) -> RowsAndIndices:

@@ -5,6 +5,7 @@ Imports no TensorFlow: a script can set its strategy before anything else. Sourc
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -28,7 +29,6 @@ _strategies: dict[tuple[str, str], list] = {}
 """By parameter and group: what the script has set."""
 # Shorter lists are metrics and the like, not a model's gradients; they need no message.
 _FEWEST_GRADIENTS = 4
-_logged = set[str]()
 
 
 def set_by_idx(idxList: Any, group: str = WORLD_GROUP) -> None:
@@ -150,11 +150,10 @@ def _cut_by_environment(sizes: Sequence[int], group: str) -> list[int] | None:
     return None
 
 
+@functools.cache
 def log_once(level: int, text: str) -> None:
-    # Logged only once, since a function is traced many times.
-    if text not in _logged:
-        _logged.add(text)
-        _log.log(level, "%s", text)
+    # A function is traced many times.
+    _log.log(level, "%s", text)
 
 
 def bounds(ends: Sequence[int]) -> list[tuple[int, int]]:

@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from npu_device._src import compat
-from npu_device._src.training.optimizers.accumulation import save_own_variables, trackable_children
+from npu_device._src.training.watching.partial_sums import methods_that_warn, note_partial_sums
 from npu_device._src.training.watching.wrapped_optimizers import reducer_of, reducing_optimizer
 
 _as_it_is = compat.do_not_convert
@@ -91,13 +91,12 @@ class LocalGradients:
             own_build(variables)
             self._make_sums(optimizer, variables)
 
-        # Legacy optimizers of tf-keras have no ``build``.
+        # Legacy optimizers of tf-keras have no ``build``, nor a method for files of Keras.
         if own_build is not None:
             optimizer.build = build_with_sums
-        if hasattr(optimizer, "save_own_variables"):
-            optimizer.save_own_variables = MethodType(save_own_variables, optimizer)
-        optimizer._trackable_children = MethodType(trackable_children, optimizer)
-        optimizer.npu_partial_sums = self._sums.values
+        for name, method in methods_that_warn(lambda _: self._sums.values()).items():
+            if hasattr(optimizer, name):
+                setattr(optimizer, name, MethodType(method, optimizer))
 
     def enter(self, optimizer: Any, gradients: Sequence, variables: Sequence, apply: Any) -> Any:
         """Apply gradients, or only add them up if it isn't time yet."""
@@ -176,4 +175,4 @@ class LocalGradients:
         self._sums.update(zip(map(id, without_sum), sums))
         reducer = reducer_of(reducing_optimizer(optimizer))
         if reducer is not None:
-            reducer.note_partial_sums(sums, self._count, self.passes)
+            note_partial_sums(reducer.world, sums, self._count, self.passes)

@@ -41,12 +41,9 @@ def adam_apply_one_assign(
 
     Source: Ascend operator AdamApplyOneAssign.
     """
-    with tf.name_scope(name or "AdamApplyOneAssign"):
-        mean, square = _moments(input0, input1, input2, mul0_x, mul1_x, mul2_x, mul3_x)
-        update = mean / (tf.sqrt(square) + add2_y)
-        weights = tf.convert_to_tensor(input3)
-        weights = weights - input4 * update
-        return _assigned((input1, square), (input2, mean), (input3, weights))
+    inputs = (input0, input1, input2, input3, input4, mul0_x, mul1_x, mul2_x, mul3_x)
+    name = name or "AdamApplyOneAssign"
+    return adam_apply_one_with_decay_assign(*inputs, None, add2_y, name)
 
 
 def adam_apply_one_with_decay_assign(
@@ -68,7 +65,7 @@ def adam_apply_one_with_decay_assign(
     Args:
         input0, input1, input2, input3, input4: as in ``adam_apply_one_assign``.
         mul0_x, mul1_x, mul2_x, mul3_x, add2_y, name: as in ``adam_apply_one_assign``.
-        mul4_x: the rate of the weight decay.
+        mul4_x: the rate of the weight decay; None for none.
 
     Source: Ascend operator AdamApplyOneWithDecayAssign.
     """
@@ -76,7 +73,8 @@ def adam_apply_one_with_decay_assign(
         mean, square = _moments(input0, input1, input2, mul0_x, mul1_x, mul2_x, mul3_x)
         weights = tf.convert_to_tensor(input3)
         update = mean / (tf.sqrt(square) + add2_y)
-        update = update + mul4_x * weights
+        if mul4_x is not None:
+            update = update + mul4_x * weights
         weights = weights - input4 * update
         return _assigned((input1, square), (input2, mean), (input3, weights))
 

@@ -371,9 +371,9 @@ class _Recurrent(tf.Module):
         self._dtype = tf.as_dtype(dtype)
         self._built = False
 
-    def __call__(self, x: Any, *arguments: Any, **keywords: Any) -> Tensors:
+    def _prepared(self, x: Any) -> tf.Tensor:
+        """Return the input as a tensor. The weights are made at the first call, when its size is known."""
         x = tf.convert_to_tensor(x, self._dtype)
-        # The input's size is known at the first call.
         if not self._built:
             scope = contextlib.nullcontext()
             if _in_session():
@@ -382,12 +382,9 @@ class _Recurrent(tf.Module):
             with scope:
                 self._build(int(x.shape[-1]))
             self._built = True
-        return self._call(x, *arguments, **keywords)
+        return x
 
     def _build(self, input_size: int) -> None:
-        raise NotImplementedError
-
-    def _call(self, x: tf.Tensor, *arguments: Any, **keywords: Any) -> Tensors:
         raise NotImplementedError
 
     def _weights(self, name: str, rows: int, gates: int) -> tf.Variable:
@@ -441,15 +438,16 @@ class DynamicRNN(_Recurrent):
         self._w = self._weights("w", input_size + self._hidden_size, 4)
         self._b = self._bias("b", 4)
 
-    def _call(
+    def __call__(
         self,
-        x: tf.Tensor,
+        x: Any,
         seq_length: Any = None,
         init_h: Any = None,
         init_c: Any = None,
         weight: Any = None,
         bias: Any = None,
     ) -> Tensors:
+        x = self._prepared(x)
         if weight is None:
             weight = self._w
         if bias is None:
@@ -485,9 +483,9 @@ class DynamicGRUV2(_Gru):
     Other ranks see nothing. Source: Ascend TF Adapter 1.15, ``npu_dynamic_rnn.DynamicGRUV2``.
     """
 
-    def _call(self, x: tf.Tensor, seq_length: Any = None, init_h: Any = None) -> Tensors:
+    def __call__(self, x: Any, seq_length: Any = None, init_h: Any = None) -> Tensors:
         return dynamic_gru_v2(
-            x,
+            self._prepared(x),
             self._weight_input,
             self._weight_hidden,
             self._bias_input,
@@ -506,9 +504,10 @@ class DynamicAUGRU(_Gru):
     Other ranks see nothing. Source: Ascend TF Adapter 1.15, ``npu_dynamic_rnn.DynamicAUGRU``.
     """
 
-    def _call(
-        self, x: tf.Tensor, weight_att: Any, seq_length: Any = None, init_h: Any = None
+    def __call__(
+        self, x: Any, weight_att: Any, seq_length: Any = None, init_h: Any = None
     ) -> Tensors:
+        x = self._prepared(x)
         weights = (
             self._weight_input,
             self._weight_hidden,
@@ -543,14 +542,13 @@ def npu_dynamic_rnn(
     Source: Ascend TF Adapter 1.15, ``npu_rnn.npu_dynamic_rnn``.
     """
     as_list = isinstance(inputs, (list, tuple))
-    if not as_list and inputs.shape[0] is None:
-        raise ValueError(
-            f"npu_dynamic_rnn was given inputs of shape {inputs.shape}, whose axis 0 (time) has no known length; the "
-            "steps are unrolled.\nWhat to do: set_shape the inputs, or use tf.compat.v1.nn.dynamic_rnn."
-        )
-    if as_list:
-        steps = list(inputs)
-    else:
+    steps = inputs
+    if not as_list:
+        if inputs.shape[0] is None:
+            raise ValueError(
+                f"npu_dynamic_rnn was given inputs of shape {inputs.shape}, whose axis 0 (time) has no known length; "
+                "the steps are unrolled.\nWhat to do: set_shape the inputs, or use tf.compat.v1.nn.dynamic_rnn."
+            )
         steps = tf.unstack(inputs)
     outputs, state = tf.compat.v1.nn.static_rnn(
         cell,

@@ -25,11 +25,9 @@ from npu_device._src import compat
 from npu_device._src.collectives import job
 from npu_device._src.comparison import noise, topics
 from npu_device._src.comparison.compare import Record, RecordedStep
-from npu_device._src.gradients.reduction import send_uncompressed
+from npu_device._src.gradients.reduction import compared_with_one_process
 from npu_device._src.trace.trace import leading_to
 from npu_device._src.training.fit.graph_lines import where
-from npu_device._src.training.optimizers.accumulation import reduce_in_each_step
-from npu_device._src.training.sharding.divisible import divide_no_updates
 from npu_device._src.training.watching import training_state
 from npu_device._src.training.watching.digests import variable_name
 from npu_device._src.verify.phases import Phases, acting_between_epochs
@@ -65,10 +63,7 @@ class StepRecorder:
         self._optimizer_count = 0
         self._is_recorded = False  # True if the latest step is recorded
         atexit.register(self._record.save, process.folder)
-        # Sent uncompressed, since compression rounds.
-        send_uncompressed()
-        reduce_in_each_step()
-        divide_no_updates()
+        compared_with_one_process.set()
         wrap(tf.GradientTape, "gradient", self._gradient)
         wrap(tf.compat.v1.train.Optimizer, "apply_gradients", self._apply)
         # Taken from the class that defines it, for all sessions.

@@ -66,7 +66,7 @@ class SharedState:
             value_digest = 0
             # What only one rank has can't differ, and would be sent to all.
             if not compat.is_apart(variable):
-                value_digest = checksum(tf.convert_to_tensor(variable))
+                value_digest = checksum(variable)
             # As text, since a shape may be unknown.
             digests[path] = (str(tf.TensorShape(variable.shape)), value_digest)
         return digests

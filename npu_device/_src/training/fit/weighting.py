@@ -64,7 +64,7 @@ class WeightedReducer(GradientReducer):
         options = replace(self.options_for(optimizer), reduction="sum")
         contributions = self.weighted_contributions(gradients, step, optimizer)
         # No pair is kept: ``fit`` compares the batches themselves.
-        reduced = self._world.reduce(contributions, options, owners)
+        reduced = self.world.reduce(contributions, options, owners)
         self.remember(reduced)
         return reduced
 
@@ -85,7 +85,7 @@ class WeightedReducer(GradientReducer):
         # Accumulated gradients are reduced by a mean (``_means``). The first-step check takes each step's gradients.
         is_mean = self.accumulates(optimizer) and not step.is_dry_run
         if is_mean:
-            return factor * self._world.size
+            return factor * self.world.size
         return factor
 
     def weighted_contributions(
@@ -123,12 +123,11 @@ def replicate_optimizer(optimizer: Any, world: World, shard_optimizer: bool | No
     # Several models, or several calls of replicate, may share an optimizer.
     if isinstance(earlier, WeightedReducer):
         return
-    keras = compat.keras_of(optimizer)
     reducer = WeightedReducer(world, getattr(earlier, "options", ReductionOptions("mean")))
     if earlier is None:
-        reducer.install(optimizer, keras, shard_optimizer)
+        reducer.install(optimizer, shard_optimizer)
     else:
-        install(carrying, keras, reducer)
+        install(carrying, reducer)
         # An update that is divided already goes on, with the slots on the ranks that hold them.
         reducer.divided_update = earlier.divided_update
         reducer.is_scaled = earlier.is_scaled
@@ -137,7 +136,7 @@ def replicate_optimizer(optimizer: Any, world: World, shard_optimizer: bool | No
         elif shard_optimizer:
             reducer.divide_updates(carrying, shard_optimizer)
     # Hooked on the outer optimizer, since that gets the loss, also if the one inside reduces.
-    if compat.is_keras_3(keras):
+    if compat.of_keras_3(optimizer):
         optimizer.scale_loss = MethodType(_scale_loss, optimizer)
     else:
         optimizer.minimize = MethodType(_minimize, optimizer)

@@ -90,7 +90,6 @@ class NpuDeviceHandle:
 
 
 _handle: NpuDeviceHandle | None = None
-_warned_pid: int | None = None  # id of the process that has been told that it is a child of a rank
 _tf_config: str | None = None  # ``TF_CONFIG`` when the device was opened
 _seed: int | None = None  # the ``seed`` that was passed to ``open``
 
@@ -124,7 +123,7 @@ def open(device_id: int | None = None, seed: int | None = None) -> NpuDeviceHand
     global _handle, _tf_config
     parent = parent_of_this_process()
     if parent is not None:
-        _warn_in_child(parent)
+        _warn_in_child(os.getpid(), str(parent))
         device = parent.device_id
         if device_id is not None:
             device = device_id
@@ -161,15 +160,13 @@ def open(device_id: int | None = None, seed: int | None = None) -> NpuDeviceHand
     return _handle
 
 
-def _warn_in_child(parent: ParentRank) -> None:
+@functools.cache
+def _warn_in_child(pid: int, parent: str) -> None:
     """Warn once in each child process of a rank that nothing is opened there."""
-    global _warned_pid
-    if _warned_pid != os.getpid():
-        _warned_pid = os.getpid()
-        _log.warning(
-            "npu.open() does nothing in this process (%d): it is a child of %s, and no rank.\n%s",
-            *(os.getpid(), parent, _TO_BE_A_RANK),
-        )
+    _log.warning(
+        "npu.open() does nothing in this process (%d): it is a child of %s, and no rank.\n%s",
+        *(pid, parent, _TO_BE_A_RANK),
+    )
 
 
 def _set_log_level() -> None:
@@ -238,7 +235,7 @@ def _set_seed(seed: int | None) -> None:
 
 
 def forget_seed() -> None:
-    """Let the next ``npu.open(seed=…)`` set the random states again, for processes that answer call after call."""
+    """Let the next ``npu.open(seed=…)`` set the random states again."""
     global _seed
     _seed = None
 
@@ -331,10 +328,9 @@ def _begin(job: Job, trace_settings: Settings | None, seed: int | None) -> None:
             # Functions run at exit in reverse order: the job closes before the cluster, which has registered its own
             # shutdown already.
             atexit.register(close)
-        last_word = LastWord(job)
-        job.add(last_word)
+        job.add(LastWord(job))
         job.add(SessionEnds(job))
-        job.add(OptimizerHook(job, last_word))
+        job.add(OptimizerHook(job))
     except BaseException as error:
         # Children of a process that is no rank must not take it for one.
         environment.NPU_DEVICE_RANK_PROCESS.set("")
@@ -353,10 +349,9 @@ def close() -> None:
     Raises:
         OSError: the report of a trace can't be written.
     """
-    global _handle, _seed
+    global _handle
     _handle = None
-    # The next ``open`` may have another seed.
-    _seed = None
+    forget_seed()
     job = jobs.current()
     if job is not None and job.in_fork:
         return
@@ -405,12 +400,9 @@ def unless_child() -> Job | None:
 
 def cluster_or_parent() -> Cluster | ParentRank | None:
     """Return what knows rank and size: of a child its parent rank, else the running cluster; None on one device."""
-    parent = parent_of_this_process()
-    if parent is not None:
-        return parent
-    job = running_job()
+    job = unless_child()
     if job is None:
-        return None
+        return parent_of_this_process()
     return job.cluster
 
 

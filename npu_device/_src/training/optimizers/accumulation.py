@@ -14,25 +14,18 @@ from typing import Any, Callable
 import tensorflow as tf
 
 from npu_device._src import compat
-from npu_device._src.gradients.reduction import Gradient
+from npu_device._src.gradients.reduction import Gradient, compared_with_one_process
 from npu_device._src.trace.trace import iteration
-from npu_device._src.training.watching.partial_sums import note_partial_sums, warn_of_file
+from npu_device._src.training.watching.partial_sums import note_partial_sums
 from npu_device._src.world.world import World
 
 _Reduce = Callable[..., "list[Gradient]"]
-_GatherRows = Callable[[list[int]], list[list[int]]]
-_as_it_is = compat.do_not_convert
-_modes = {"reduces in each step": False}
-
-
-def reduce_in_each_step() -> None:
-    """Reduce the gradients of all steps from now on, to compare each step with one process."""
-    _modes["reduces in each step"] = True
 
 
 def accumulates(optimizer: Any, reduction: str) -> bool:
     """Return whether the ranks add up the gradients of an optimizer by themselves, and reduce the sum by a mean."""
-    if _modes["reduces in each step"] or compat.accumulation_steps(optimizer) <= 1:
+    # Each step is compared.
+    if compared_with_one_process.is_set() or compat.accumulation_steps(optimizer) <= 1:
         return False
     # A session's graph has no place for what is between two runs.
     if not tf.compat.v1.executing_eagerly_outside_functions():
@@ -49,14 +42,13 @@ def note_accumulators(world: World, optimizer: Any) -> None:
 
 
 def accumulate(
+    world: World,
     optimizer: Any,
     contributions: Sequence[Gradient],
     variables: Sequence,
     reduce: _Reduce,
-    gather_rows: _GatherRows,
     waits_for_update: dict[int, bool],
     owners: Sequence[int] | None = None,
-    rank: int = 0,
 ) -> list[Gradient]:
     """Return the gradients that Keras is to apply to some variables, or to add up if it isn't time for an update.
 
@@ -65,14 +57,12 @@ def accumulate(
         contributions: of this rank; their mean over the ranks is the gradient of one process.
         variables: one for each contribution.
         reduce: returns the mean of gradients over the ranks; given owners, each rank gets its own.
-        gather_rows: returns the numbers of rows of all ranks, given this rank's.
         waits_for_update: by the id of a variable, whether its gradients are reduced in the update only. Kept here.
-        owners: which rank of the group updates each variable; by default each rank updates all.
-        rank: this rank in the group. Keras gets the gradients of its variables only, and those of others are added up
-            here.
+        owners: which rank of the group updates each variable; by default each rank updates all. Keras gets the
+            gradients of this rank's variables only, and those of others are added up here.
     """
     # Decided at the first step: later ones must go the same way, or a sum would be reduced twice.
-    _choose_for_sparse(optimizer, contributions, variables, gather_rows, waits_for_update)
+    _choose_for_sparse(world, optimizer, contributions, variables, waits_for_update)
     late = []  # the positions of gradients that are reduced in the update
     early = []  # the positions of gradients that are reduced now
     for position, (contribution, variable) in enumerate(zip(contributions, variables)):
@@ -86,24 +76,23 @@ def accumulate(
     accumulators = compat.accumulators_of(optimizer, [variables[position] for position in late])
     dense = [tf.convert_to_tensor(contributions[position]) for position in late]
     gradients = list(contributions)
-    reduced_now = _reduced_now([contributions[position] for position in early], reduce)
-    for position, gradient in zip(early, reduced_now):
-        gradients[position] = gradient
+    if early:
+        with iteration():
+            reduced_now = reduce([contributions[position] for position in early])
+        for position, gradient in zip(early, reduced_now):
+            gradients[position] = gradient
     if owners is not None:
         reduce = functools.partial(reduce, owners=[owners[position] for position in late])
     reduced_late = _reduced_in_update(optimizer, dense, accumulators, reduce)
     for position, gradient in zip(late, reduced_late):
         gradients[position] = gradient
     if owners is not None:
-        others_positions = []
-        for position, variable in enumerate(variables):
-            is_added = gradients[position] is not None and not compat.is_overwritten(variable)
-            if is_added and owners[position] != rank:
-                others_positions.append(position)
-        others_variables = [variables[index] for index in others_positions]
-        _accumulate_for_others(
-            optimizer, [gradients[index] for index in others_positions], others_variables
-        )
+        of_others = []
+        for gradient, variable, owner in zip(gradients, variables, owners):
+            is_added = gradient is not None and not compat.is_overwritten(variable)
+            if is_added and owner != world.rank:
+                of_others.append((gradient, variable))
+        _accumulate_for_others(optimizer, of_others)
     return gradients
 
 
@@ -113,14 +102,12 @@ def is_update(optimizer: Any) -> tf.Tensor:
     return tf.equal(steps % compat.accumulation_steps(optimizer), 0)
 
 
-def _accumulate_for_others(
-    optimizer: Any, gradients: Sequence[Gradient], variables: Sequence
-) -> None:
-    """Do for variables what Keras does for those that this rank updates, but for the update itself."""
-    accumulators = compat.accumulators_of(optimizer, variables)
+def _accumulate_for_others(optimizer: Any, pairs: Sequence[tuple[Gradient, Any]]) -> None:
+    """Do with gradients and variables what Keras does with those that this rank updates, but for the update itself."""
+    accumulators = compat.accumulators_of(optimizer, [variable for _, variable in pairs])
 
     def add() -> tf.Tensor:
-        for gradient, accumulator in zip(gradients, accumulators):
+        for (gradient, _), accumulator in zip(pairs, accumulators):
             # By the same operations as in Keras, for the same bits.
             unscaled = _unscaled(optimizer, gradient)
             accumulator.assign(tf.convert_to_tensor(unscaled) + accumulator)
@@ -144,10 +131,10 @@ def _unscaled(optimizer: Any, gradient: Any) -> Any:
 
 
 def _choose_for_sparse(
+    world: World,
     optimizer: Any,
     contributions: Sequence[Gradient],
     variables: Sequence,
-    gather_rows: _GatherRows,
     waits_for_update: dict[int, bool],
 ) -> None:
     """Let sparse gradients wait for the update if a dense sum has fewer bytes than their rows in all steps."""
@@ -162,19 +149,15 @@ def _choose_for_sparse(
                 rows.append(contribution.indices.shape[0] or 0)
     if not new:
         return
+    # Asked outside of the graph that is traced, since the answer decides what becomes of it.
+    with tf.init_scope():
+        rows_of_ranks = world.objects(rows, "rows of sparse gradients")
     steps = compat.accumulation_steps(optimizer)
-    for variable, rows_by_rank in zip(new, zip(*gather_rows(rows))):
+    for variable, rows_by_rank in zip(new, zip(*rows_of_ranks)):
         # Every rank gets the rows of all ranks. A dense sum is sent and received once.
         sparse_rows = steps * sum(rows_by_rank)
         dense_rows = 2 * variable.shape[0]
         waits_for_update[id(variable)] = all(rows_by_rank) and sparse_rows > dense_rows
-
-
-def _reduced_now(contributions: Sequence[Gradient], reduce: _Reduce) -> list[Gradient]:
-    if not contributions:
-        return []
-    with iteration():
-        return reduce(contributions)
 
 
 def _reduced_in_update(
@@ -183,12 +166,12 @@ def _reduced_in_update(
     """Return gradients for Keras to add to the accumulators, which hold the means in the step of an update."""
 
     def reduce_sums() -> list[tf.Tensor]:
-        # Read inside the branch: the accumulators must have the values of this step.
-        sums = list(map(tf.convert_to_tensor, accumulators))
-        for position, contribution in enumerate(contributions):
+        sums = []
+        for accumulator, contribution in zip(accumulators, contributions):
             # Keras divides before it accumulates.
             unscaled = _unscaled(optimizer, contribution)
-            sums[position] += tf.cast(unscaled, sums[position].dtype)
+            # Read inside the branch: the accumulators must have the values of this step.
+            sums.append(accumulator + tf.cast(unscaled, accumulator.dtype))
         with iteration():
             means = reduce(sums)
             for accumulator, mean in zip(accumulators, means):
@@ -201,33 +184,5 @@ def _reduced_in_update(
     if not accumulators:
         return []
     gradients = tf.cond(is_update(optimizer), reduce_sums, lambda: list(contributions))
-    # Wrapped again, since ``tf.cond`` returns a list of one tensor as the tensor.
-    if isinstance(gradients, list):
-        return gradients
-    return [gradients]
-
-
-# Files that a script writes by itself, on one rank
-
-
-@_as_it_is
-def save_own_variables(self: Any, store: Any) -> None:
-    """Stand in for the method of an optimizer that writes its variables to a file of Keras."""
-    warn_of_file(self, _partial_sums(self))
-    type(self).save_own_variables(self, store)
-
-
-@_as_it_is
-def trackable_children(self: Any, save_type: str = "checkpoint", **kwargs: Any) -> Any:
-    """Stand in for the method of an optimizer that tells ``tf.train.Checkpoint`` what to write."""
-    if save_type == "checkpoint":
-        warn_of_file(self, _partial_sums(self))
-    return type(self)._trackable_children(self, save_type, **kwargs)
-
-
-def _partial_sums(optimizer: Any) -> list:
-    # Horovod's have a function of this name, which returns them.
-    return [
-        *compat.all_accumulators_of(optimizer),
-        *getattr(optimizer, "npu_partial_sums", tuple)(),
-    ]
+    # ``tf.cond`` returns a list of one tensor as the tensor.
+    return tf.nest.flatten(gradients)

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from npu_device._src.collectives.graph import call_now
 from npu_device._src.collectives.moves import all_gather
-from npu_device._src.gradients.reduction import Gradient, all_finite, dense_of, with_values
+from npu_device._src.gradients.reduction import Gradient, all_finite, dense_tensors, with_values
 from npu_device._src.training.watching.digests import SHOWN_RANKS, SHOWN_VARIABLES, variable_name
 from npu_device._src.wording import shortened
 from npu_device._src.world.world import World
@@ -24,20 +24,13 @@ def checked(
     variables: Sequence,
 ) -> list[Gradient]:
     """Return the reduced gradients; if they aren't finite, raise RuntimeError, which names the ranks, on all."""
-    positions = [
-        position for position, gradient in enumerate(own_gradients) if gradient is not None
-    ]
-    names = [variable_name(variables[position]) for position in positions]
-
-    def fault_of(gradient: Any) -> tf.Tensor:
-        """Return 0 if a gradient is finite, 1 if it is infinite, 2 if it has NaN: int32, shape []."""
-        values = dense_of(gradient)
-        has_nan = tf.reduce_any(tf.math.is_nan(values))
-        is_finite = tf.reduce_all(tf.math.is_finite(values))
-        return tf.where(has_nan, 2, tf.where(is_finite, 0, 1))
+    names = []
+    for gradient, variable in zip(own_gradients, variables):
+        if gradient is not None:
+            names.append(variable_name(variable))
 
     def report() -> tf.Tensor:
-        own_faults = [fault_of(own_gradients[position]) for position in positions]
+        own_faults = list(map(_fault_of, dense_tensors(own_gradients)))
         faults_of_ranks = all_gather(world.job, tf.stack(own_faults), world.group)
 
         def tell(faults_of_ranks: Any, steps: Any) -> list:
@@ -54,6 +47,13 @@ def checked(
     # Waited for, or variables would be updated before the error.
     with tf.control_dependencies([good]):
         return [with_values(gradient, tf.identity) for gradient in reduced]
+
+
+def _fault_of(values: tf.Tensor) -> tf.Tensor:
+    """Return 0 if values are finite, 1 if some are infinite, 2 if some are NaN: int32, shape []."""
+    has_nan = tf.reduce_any(tf.math.is_nan(values))
+    is_finite = tf.reduce_all(tf.math.is_finite(values))
+    return tf.where(has_nan, 2, tf.where(is_finite, 0, 1))
 
 
 def _text(world: World, steps: int, names: Sequence[str], faults: np.ndarray) -> str:

@@ -182,7 +182,7 @@ class _KerasFamily(_Keras):
         if compat.accumulation_steps(self.inner_optimizer) == 1:
             self.iterations.assign_add(1)
 
-    def _step(self, gradients: Sequence, variables: list, apply: Callable[[Sequence], Any]) -> None:
+    def _step(self, gradients: list, variables: list, apply: Callable[[Sequence], Any]) -> None:
         """Apply the gradients if they are finite on all ranks, else only count the step; then update the scale."""
         # Gradients of a wrapped inner optimizer are reduced here already, while backward still produces others; the
         # inner one recognises them. Reduced gradients are the same everywhere, so no agreement is needed.
@@ -190,11 +190,10 @@ class _KerasFamily(_Keras):
         if inner is not None and inner.accumulates(self.inner_optimizer):
             finite = inner.agree(all_finite(gradients))
         elif inner is not None and inner.divided_update is not None:
-            gradients, finite = inner.reduced_for_scale(self, list(gradients), variables)
+            gradients, finite = inner.reduced_for_scale(self, gradients, variables)
             # The inner optimizer must not reduce them once more.
             apply = functools.partial(inner.apply_ready, self, apply)
         else:
-            gradients = list(gradients)
             if inner is not None:
                 gradients = inner.reduce_once(self.inner_optimizer, gradients)
             finite = all_finite(gradients)
@@ -359,10 +358,9 @@ class _TfKerasFamily(_KerasFamily):
         reducer = reducer_of(self.inner_optimizer)
         if reducer is not None:
             reducer.begin_divided(self.inner_optimizer, variables)
-        if hasattr(self.inner_optimizer, "build"):
-            # Slots have to be made outside of the condition's branches.
-            with tf.init_scope():
-                self.inner_optimizer.build(variables)
+        # Slots have to be made outside of the condition's branches.
+        with tf.init_scope():
+            compat.build_optimizer(self.inner_optimizer, variables)
 
         def apply(gradients: Any) -> None:
             inner_pairs = list(zip(gradients, variables))

@@ -24,7 +24,7 @@ from npu_device._src.gradients.reduction import (
     Owners,
     ReductionOptions,
     all_finite,
-    dense_of,
+    dense_tensors,
     origin_of,
     weighted,
     with_nan_unless,
@@ -42,7 +42,6 @@ from npu_device._src.training.optimizers.finite_gradients import checked
 from npu_device._src.training.optimizers.reducing_methods import install
 from npu_device._src.training.sharding.divided_update import DividedUpdate
 from npu_device._src.training.sharding.divisible import divided_update, tell_undivided
-from npu_device._src.training.watching.partial_sums import note_partial_sums
 from npu_device._src.training.watching.replica_audit import Audit
 from npu_device._src.training.watching.same_samples import Pair, pair_of
 from npu_device._src.training.watching.same_variables import ComparedVariables, make_equal
@@ -122,9 +121,7 @@ def npu_distributed_keras_optimizer_wrapper(
         )
     # A layer that normalizes over all ranks may be called before the first gradients.
     find_layers(world)
-    keras = compat.keras_of(optimizer)
-    reducer = GradientReducer(world, options)
-    reducer.install(optimizer, keras, shard_optimizer)
+    GradientReducer(world, options).install(optimizer, shard_optimizer)
     return optimizer
 
 
@@ -140,11 +137,10 @@ class GradientReducer:
         self.has_own_batches = False
         # True if Horovod's optimizer adds up the gradients of several batches before they come here.
         self.adds_up_first = False
-        self._world = world
+        self.world = world
         self._reduced: list[weakref.ref[Any]] = []
         self._applying: Any = None  # the optimizer whose gradients are ready
         self._compared = ComparedVariables()
-        self._are_equal = False  # the variables that the optimizer trained first
         # False if ``begin`` found variables without values: then the first step is audited, too.
         self._has_compared = True
         self._audit: Audit | None = None
@@ -159,16 +155,16 @@ class GradientReducer:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientReducer:
         # A copy of the optimizer gets other gradients, none of which have been reduced.
-        return GradientReducer(self._world, self.options)
+        return GradientReducer(self.world, self.options)
 
-    def install(self, optimizer: Any, keras: Any, requested: bool | None) -> None:
+    def install(self, optimizer: Any, requested: bool | None) -> None:
         """Reduce the gradients of an optimizer, and divide its updates among the ranks on request."""
         reducing = reducing_optimizer(optimizer)
         if _is_requested(requested):
             # The one inside of a loss-scale optimizer makes the updates.
             reducing = compat.with_inner(optimizer)[-1]
             self.is_scaled = reducing is not optimizer
-        install(reducing, keras, self)
+        install(reducing, self)
         self.divide_updates(reducing, requested)
 
     def divide_updates(self, optimizer: Any, requested: bool | None) -> None:
@@ -176,12 +172,12 @@ class GradientReducer:
         self.requests_divided_update = requested
         if _is_requested(requested):
             adds_up = self.accumulates(optimizer)
-            self.divided_update = divided_update(self._world, optimizer, self.options, adds_up)
+            self.divided_update = divided_update(self.world, optimizer, self.options, adds_up)
 
     def stop_dividing_updates(self, reason: str) -> None:
         """Make all updates on each rank, after a message on the first one."""
         self.divided_update = None
-        tell_undivided(self._world, reason)
+        tell_undivided(self.world, reason)
 
     def begin(self, optimizer: Any, variables: Iterable) -> None:
         """Make variables equal on all ranks before the first step that trains them."""
@@ -190,14 +186,13 @@ class GradientReducer:
         new = self._compared.others(variables)
         if not new or not can_compare():
             return
-        keras = compat.keras_of(optimizer)
         level = logging.WARNING
         if self.has_own_batches:
             level = logging.INFO
-        if compat.is_keras_3(keras):
+        if compat.of_keras_3(optimizer):
             if not tf.executing_eagerly():
                 # Slots that are made later would be made amid the step, where TensorFlow can't give them values first.
-                _build(optimizer, keras, variables)
+                _build(optimizer, variables)
             # Variables that the optimizer trains later take part in the loss now.
             new = self._compared.others(
                 compat.unique([*variables, *compat.variables_to_update(optimizer)])
@@ -205,10 +200,9 @@ class GradientReducer:
         # States are compared in their order: their names may have different numbers on each rank.
         states = compat.unique(compat.optimizer_variables(optimizer, variables))
         states = self._compared.others(states)
-        self._has_compared = make_equal(self._world, new, level=level)
-        if self._has_compared and make_equal(self._world, states, level=level):
-            self._compared.add([*new, *states])
-            self._are_equal = True
+        self._has_compared = make_equal(self.world, new, level=level)
+        if self._has_compared and make_equal(self.world, states, level=level):
+            self._compared.note([*new, *states])
 
     def options_for(self, optimizer: Any) -> ReductionOptions:
         """Return the settings with which sparse gradients reach an optimizer as in one process."""
@@ -220,25 +214,19 @@ class GradientReducer:
     ) -> list[Gradient]:
         """Return the gradients reduced over the ranks, ``None`` where ``None`` was; see ``reduce_list``."""
         gradients = list(gradients)
-        group = self._world.group
+        group = self.world.group
         options = self.options_for(optimizer)
-        note_reduced(self._world, gradients)
-        reduced = self._world.reduce(gradients, options, owners)
+        note_reduced(self.world, gradients)
+        reduced = self.world.reduce(gradients, options, owners)
         # Ranks of a group don't compare, as others may train something else.
         if group.name == WORLD_GROUP:
-            # With owners, only what this rank has got back can be compared.
-            sent = list(gradients)
-            for index, gradient in enumerate(reduced):
-                if gradient is None:
-                    sent[index] = None
-            self._pair = pair_of(sent, reduced, options.reduction, group.size)
+            self._pair = pair_of(gradients, reduced, options.reduction, group.size)
         self.remember(reduced)
         return reduced
 
     def remember(self, reduced: Iterable[Gradient]) -> None:
         """Take gradients for reduced, however often they come."""
-        dense = [dense_of(gradient) for gradient in reduced if gradient is not None]
-        self._reduced = list(map(weakref.ref, dense))
+        self._reduced = list(map(weakref.ref, dense_tensors(reduced)))
 
     def reduce_once(
         self, optimizer: Any, gradients: Sequence[Gradient], owners: Owners = None
@@ -253,7 +241,7 @@ class GradientReducer:
             gradient = reference()
             if gradient is not None:
                 origins.add(origin_of(gradient))
-        dense = [dense_of(gradient) for gradient in gradients if gradient is not None]
+        dense = dense_tensors(gradients)
         if dense and all(origin_of(gradient) in origins for gradient in dense):
             return list(gradients)
         return self.reduce(optimizer, gradients, owners)
@@ -271,8 +259,7 @@ class GradientReducer:
                 return self._divided(update, optimizer, apply_by_class, gradients, variables)
         # Made equal before anything is reduced, so that the first update is the same on all ranks.
         self.begin(optimizer, variables)
-        # Accumulated gradients are reduced in a branch of the graph, which is the iteration then.
-        with contextlib.nullcontext() if self.accumulates(optimizer) else iteration():
+        with self._iteration(optimizer):
             ready = self._reduced_or_accumulated(optimizer, gradients, variables)
             return self.apply_ready(optimizer, apply_by_class, ready, variables)
 
@@ -289,7 +276,7 @@ class GradientReducer:
 
     def _has_equal_start(self) -> bool:
         """Return whether all ranks begin with the same values, as far as this call makes sure of it."""
-        return self._are_equal or not can_compare()
+        return bool(self._compared) or not can_compare()
 
     def _divided(
         self,
@@ -307,18 +294,18 @@ class GradientReducer:
             else:
                 ready, _ = self.reduced_for_scale(optimizer, gradients, variables)
             return apply_ready(ready, variables)
+        changes_variables = None
         if self.accumulates(optimizer):
-            owners = update.owners(variables)
-            ready = self._reduced_or_accumulated(optimizer, gradients, variables, owners)
-            return update.apply(
-                apply_ready, ready, variables, lambda _: ready, is_update(optimizer)
-            )
+            changes_variables = is_update(optimizer)
+        reduce = functools.partial(self._reduced_or_accumulated, optimizer, gradients, variables)
+        with self._iteration(optimizer):
+            return update.apply(apply_ready, gradients, variables, reduce, changes_variables)
 
-        def reduce(owners: list[int]) -> list[Gradient]:
-            return self._reduced_and_audited(optimizer, gradients, variables, owners)
-
-        with iteration():
-            return update.apply(apply_ready, gradients, variables, reduce)
+    def _iteration(self, optimizer: Any) -> contextlib.AbstractContextManager[None]:
+        # Accumulated gradients are reduced in a branch of the graph, which is the iteration then.
+        if self.accumulates(optimizer):
+            return contextlib.nullcontext()
+        return iteration()
 
     def begin_divided(self, optimizer: Any, variables: list) -> None:
         """Build an optimizer whose updates are divided, and make it equal on all ranks before the first step."""
@@ -352,7 +339,7 @@ class GradientReducer:
         ready = list(reduced)
         for position, gradient in enumerate(gradients):
             if gradient is not None and reduced[position] is None:
-                ready[position] = tf.zeros([], dense_of(gradient).dtype)
+                ready[position] = tf.zeros([], gradient.dtype)
         return with_nan_unless(agreed, ready), agreed
 
     def ready_to_scale(self, optimizer: Any, gradients: list, variables: list) -> list | None:
@@ -383,7 +370,7 @@ class GradientReducer:
     def agree(self, finite: tf.Tensor) -> tf.Tensor:
         """Return whether the gradients of all ranks are finite, given whether those of this one are: bool, shape []."""
         flag = tf.cast(finite, tf.int32)
-        least = all_reduce(self._world.job, flag, "min", self._world.group)
+        least = all_reduce(self.world.job, flag, "min", self.world.group)
         return tf.cast(least, tf.bool)
 
     def _reduced_or_accumulated(
@@ -391,26 +378,23 @@ class GradientReducer:
     ) -> list[Gradient]:
         """Return what Keras is to apply: reduced gradients, or those that it accumulates on this rank."""
         if not self.accumulates(optimizer):
-            return self._reduced_and_audited(optimizer, gradients, variables)
+            return self._reduced_and_audited(optimizer, gradients, variables, owners)
         ready = gradients
         if reducing_optimizer(optimizer) is not optimizer:
             ready = self._all_finite_or_none(gradients)
         elif self._applying is not optimizer and not only_building.is_on:
-            _build(optimizer, compat.keras_of(optimizer), variables)
+            _build(optimizer, variables)
             ready = accumulate(
+                self.world,
                 optimizer,
                 self.contributions(optimizer, gradients),
                 variables,
                 functools.partial(self._means, optimizer),
-                self._rows_of_all,
                 self._waits_for_update,
                 owners,
-                self._world.rank,
             )
-        note_accumulators(self._world, reducing_optimizer(optimizer))
-        # Only the outermost call is a step.
-        if self._applying is None:
-            self._audit_variables(optimizer, ready, variables)
+        note_accumulators(self.world, reducing_optimizer(optimizer))
+        self._audit_variables(optimizer, ready, variables)
         return ready
 
     def _all_finite_or_none(self, gradients: list) -> list:
@@ -423,7 +407,7 @@ class GradientReducer:
     def factor_for_mean(self) -> int:
         """Return the factor of this rank's gradients by which a mean over the ranks is what is asked for."""
         if self.options.reduction == "sum":
-            return self._world.size
+            return self.world.size
         return 1
 
     def contributions(self, optimizer: Any, gradients: Sequence[Gradient]) -> list[Gradient]:
@@ -432,30 +416,19 @@ class GradientReducer:
             return list(gradients)
         return [weighted(gradient, self.factor_for_mean) for gradient in gradients]
 
-    def note_partial_sums(self, variables: Sequence, counter: Any, period: int) -> None:
-        """Note variables in which this rank accumulates its contributions, as ``partial_sums`` does."""
-        note_partial_sums(self._world, variables, counter, period)
-
     def _means(
         self, optimizer: Any, contributions: Sequence[Gradient], owners: Owners = None
     ) -> list[Gradient]:
-        note_reduced(self._world, contributions)
+        note_reduced(self.world, contributions)
         options = replace(self.options_for(optimizer), reduction="mean")
-        return self._world.reduce(contributions, options, owners)
-
-    def _rows_of_all(self, rows: list[int]) -> list[list[int]]:
-        """Return the numbers of rows in sparse gradients of each rank, given those of this one; 0 if unknown."""
-        if not can_compare():
-            return [[0] * len(rows)]
-        # Asked outside of the graph that is traced, since the answer decides what becomes of it.
-        with tf.init_scope():
-            return self._world.objects(rows, "rows of sparse gradients")
+        return self.world.reduce(contributions, options, owners)
 
     def _audit_variables(self, optimizer: Any, gradients: Sequence, variables: Sequence) -> None:
         """Audit the variables if it is time."""
-        if not can_compare():
+        # Only the outermost call is a step.
+        if self._applying is not None or not can_compare():
             return
-        self._audit = self._audit or Audit(self._world, not self._has_compared)
+        self._audit = self._audit or Audit(self.world, not self._has_compared)
         updated = []
         for gradient, variable in zip(gradients, variables):
             if gradient is not None:
@@ -468,17 +441,15 @@ class GradientReducer:
     ) -> list[Gradient]:
         """Return the reduced gradients, which are checked on request, and audit the variables if it is time."""
         reduced = self.reduce_once(optimizer, gradients, owners)
-        if self._applying is not None or not can_compare():
-            return reduced
         self._audit_variables(optimizer, gradients, variables)
         as_they_are = all(map(operator.is_, gradients, reduced))
         is_off = environment.NPU_DEVICE_CHECK_GRADIENTS.get() != "on" or hasattr(
             optimizer, "inner_optimizer"
         )
-        if as_they_are or is_off:
+        if as_they_are or is_off or not can_compare():
             return reduced
         steps = compat.steps_made(optimizer)
-        return checked(self._world, steps, gradients, reduced, variables)
+        return checked(self.world, steps, gradients, reduced, variables)
 
 
 def _is_requested(argument: bool | None) -> bool:
@@ -488,7 +459,7 @@ def _is_requested(argument: bool | None) -> bool:
     return argument
 
 
-def _build(optimizer: Any, keras: Any, variables: Sequence) -> None:
+def _build(optimizer: Any, variables: Sequence) -> None:
     if not optimizer.built:
-        with keras.name_scope(optimizer.name, caller=optimizer):
+        with compat.keras_of(optimizer).name_scope(optimizer.name, caller=optimizer):
             optimizer.build(variables)

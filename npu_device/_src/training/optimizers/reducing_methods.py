@@ -11,15 +11,16 @@ from typing import Any, Callable
 import tensorflow as tf
 
 from npu_device._src import compat
-from npu_device._src.training.optimizers.accumulation import save_own_variables, trackable_children
+from npu_device._src.training.watching.partial_sums import methods_that_warn
 from npu_device._src.training.watching.wrapped_optimizers import REDUCER
 
 # Otherwise AutoGraph would rewrite the methods below when an optimizer is called in a tf.function.
 _as_it_is = compat.do_not_convert
 
 
-def install(optimizer: Any, keras: Any, reducer: Any) -> None:
+def install(optimizer: Any, reducer: Any) -> None:
     """Make an optimizer reduce its gradients by a ``GradientReducer``; raise TypeError for an unknown kind."""
+    keras = compat.keras_of(optimizer)
     # The public method of all Keras optimizers, which scripts call.
     hooks: dict[str, Callable] = {"apply_gradients": _apply_gradients}
     if compat.is_keras_3(keras) and isinstance(optimizer, keras.optimizers.Optimizer):
@@ -40,8 +41,7 @@ def install(optimizer: Any, keras: Any, reducer: Any) -> None:
         if not is_scaling:
             hooks[aggregating[0]] = _aggregate_gradients
     if reducer.accumulates(optimizer):
-        hooks["save_own_variables"] = save_own_variables
-        hooks["_trackable_children"] = trackable_children
+        hooks.update(methods_that_warn(compat.all_accumulators_of))
     setattr(optimizer, REDUCER, reducer)
     for name, hook in hooks.items():
         setattr(optimizer, name, MethodType(hook, optimizer))

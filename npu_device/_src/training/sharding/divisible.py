@@ -9,19 +9,13 @@ import tensorflow as tf
 
 from npu_device._src import compat, environment
 from npu_device._src.collectives.agreed_engine import has_owners
-from npu_device._src.gradients.reduction import ReductionOptions
+from npu_device._src.gradients.reduction import ReductionOptions, compared_with_one_process
 from npu_device._src.training.sharding.divided_update import DividedUpdate
 from npu_device._src.training.sharding.optimizer_methods import install_methods
 from npu_device._src.world.world import World
 
 _log = logging.getLogger("npu_device")
-_modes = {"divides": True}
 _DTYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32)
-
-
-def divide_no_updates() -> None:
-    """Let each rank make all updates from now on, to compare the gradients of all variables with one process."""
-    _modes["divides"] = False
 
 
 def divided_update(
@@ -61,7 +55,7 @@ def tell_if_asked(world: World | None, reason: str) -> None:
 def _why_not(world: World, optimizer: Any, options: ReductionOptions, accumulates: bool) -> str:
     if world.size == 1:
         return f"group {world.group.name!r} has one rank"
-    if not _modes["divides"]:
+    if compared_with_one_process.is_set():
         return "npurun verify compares the gradients and updates of all variables on each rank"
     if not tf.compat.v1.executing_eagerly_outside_functions():
         return "it trains in sessions of TensorFlow 1"

@@ -10,7 +10,6 @@ a ``fit`` by the graph around it, of the script's own loop when something is red
 from __future__ import annotations
 
 import contextlib
-import logging
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -21,7 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 from npu_device._src import compat, environment
-from npu_device._src.collectives.graph import call_now
+from npu_device._src.collectives.graph import call_now, origin
 from npu_device._src.collectives.job import Job
 from npu_device._src.gradients.reduction import ReducedTensors, dense_of
 from npu_device._src.training.watching.digests import (
@@ -41,8 +40,6 @@ from npu_device._src.training.watching.watched_optimizer import (
     smallest,
 )
 from npu_device._src.training.watching.wrapped_optimizers import reducer_of
-
-_log = logging.getLogger("npu_device")
 
 # The most optimizers whose variables before the first step are compared.
 _MOST_STARTS = 32
@@ -65,10 +62,10 @@ class UnequalStartError(RuntimeError):
 class AppliedGradients:
     """The optimizers that apply gradients in a job; a component of the job."""
 
-    def __init__(self, job: Job, last_word: LastWord) -> None:
+    def __init__(self, job: Job) -> None:
         self._job = job
-        self._last_word = last_word
-        self._posted_sums = PostedSums(job, last_word, self._are_equal_otherwise)
+        self._last_word = job.component_or_new(LastWord, job)
+        self._posted_sums = PostedSums(job, self._last_word, self._are_equal_otherwise)
         self._watched = weakref.WeakKeyDictionary[Any, WatchedOptimizer]()
         # The optimizers of the script's own loops that XLA compiles, by graph.
         self._compiled = weakref.WeakKeyDictionary[Any, WatchedOptimizer]()
@@ -130,8 +127,7 @@ class AppliedGradients:
             return
         is_new = optimizer not in self._watched
         if is_new:
-            class_name = type(optimizer).__name__
-            self._watched[optimizer] = WatchedOptimizer(self._job, class_name, step.variables)
+            self._watched[optimizer] = WatchedOptimizer(self._job, optimizer, step.variables)
         watched = self._watched[optimizer]
         is_wrapped = reducer_of(optimizer) is not None
         unreduced = []
@@ -179,9 +175,8 @@ class AppliedGradients:
         if step.graph is not None:
             return step
         if reducer_of(optimizer) is None and optimizer not in self._compiled:
-            class_name = type(optimizer).__name__
             self._compiled[optimizer] = WatchedOptimizer(
-                self._job, class_name, step.variables, first_look=1
+                self._job, optimizer, step.variables, first_look=1
             )
         return None
 
@@ -225,11 +220,9 @@ class AppliedGradients:
         """Return a gradient of an eager step before and after its reduction, if one was noted."""
         pair = self._pair
         self._pair = None
-        if pair is None or not tf.executing_eagerly():
-            return None
         shapes = [dense_of(gradient).shape for gradient in step.gradients]
         # The pair may be from the gradients of another optimizer.
-        if pair.gradient.shape not in shapes:
+        if pair is None or not tf.executing_eagerly() or pair.gradient.shape not in shapes:
             return None
         return pair
 
@@ -242,7 +235,7 @@ class AppliedGradients:
         name = f"start {self._start_counts[watched.signature]} of {watched.signature}"
         # A script that makes optimizers without end must not fill the store.
         if sum(self._start_counts.values()) <= _MOST_STARTS:
-            watched.start = name, _checksums(step.variables)
+            watched.start = name, list(map(checksum, step.variables))
 
     def _compare_start(self, watched: WatchedOptimizer, step: _OptimizerCall) -> None:
         """Compare the start once the loop is known to reduce: what is equal by now was broadcast after the first step,
@@ -253,13 +246,11 @@ class AppliedGradients:
         name, start = watched.start
         watched.start = None
         names = list(map(variable_name, step.variables))
-        checksums = _checksums(step.variables)
-        text = different_start(self._job, name, names, BROADCAST, start, checksums)
+        checksums = list(map(checksum, step.variables))
+        error = different_start(self._job, name, names, BROADCAST, start, checksums)
         # Told on one rank: an error there ends the others, too.
-        if text is not None and environment.NPU_DEVICE_UNEQUAL_START.get() == "error":
-            raise UnequalStartError(f"rank {self._job.cluster.rank}: {text}")
-        if text is not None:
-            _log.warning("%s", text)
+        if error:
+            raise UnequalStartError(error)
 
     # Steps that XLA compiles, in the script's own loops
 
@@ -297,10 +288,6 @@ def _outside_xla(graph: Any) -> Iterator[None]:
         yield
 
 
-def _checksums(variables: Sequence) -> list[int]:
-    return [checksum(tf.convert_to_tensor(variable)) for variable in variables]
-
-
 def _is_value_of(variable: Any, values: Sequence) -> bool:
     """Return whether the value of a variable is among some values."""
     candidates = []
@@ -314,10 +301,7 @@ def _is_value_of(variable: Any, values: Sequence) -> bool:
         return bool(array.any()) and any(np.array_equal(candidate, array) for candidate in arrays)
     inner = compat.inner_variable(variable)
     handles = {handle.name for read, handle in compat.variables_read() if read is inner}
-    for tensor in candidates:
-        reader = tensor.op
-        if reader.type == "Identity":
-            reader = reader.inputs[0].op
-        if reader.type == "ReadVariableOp" and reader.inputs[0].name in handles:
-            return True
-    return False
+    readers = [origin(tensor).op for tensor in candidates]
+    return any(
+        reader.type == "ReadVariableOp" and reader.inputs[0].name in handles for reader in readers
+    )

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from npu_device._src import compat
+from npu_device._src import compat, environment
 from npu_device._src.cluster.description import Cluster
 from npu_device._src.cluster.rank_errors import ClusterError
 from npu_device._src.collectives.job import Job
 from npu_device._src.wording import shortened
+
+_log = logging.getLogger("npu_device")
 
 SHOWN_VARIABLES = 4
 SHOWN_RANKS = 16
@@ -28,17 +32,24 @@ Digest = tuple[tuple[int, ...], str, int]  # shape, dtype and checksum of a valu
 
 
 def digest_of(value: Any) -> Digest:
-    if not isinstance(value, np.ndarray):
-        value = compat.to_array(tf.convert_to_tensor(value))
-    return tuple(value.shape), value.dtype.name, checksum(value)
+    array = array_of(value)
+    return tuple(array.shape), array.dtype.name, checksum(array)
+
+
+def array_of(value: Any) -> np.ndarray:
+    """Return an array, or what becomes a tensor with a value, as an array."""
+    # A function that a graph calls gets a number as a scalar of numpy.
+    if isinstance(value, (np.ndarray, np.generic)):
+        return np.asarray(value)
+    return compat.to_array(tf.convert_to_tensor(value))
 
 
 def checksum(value: Any, previous: int = 0) -> int:
-    """Return a checksum of a tensor or an array; ``previous`` is the checksum of the data that come before it."""
-    if tf.is_tensor(value):
-        value = compat.to_array(value)
+    """Return a checksum of an array, or of what becomes a tensor with a value; ``previous`` is the checksum of the data
+    that come before it.
+    """
     # Copied if it has gaps, which ``view`` below refuses.
-    array = np.ascontiguousarray(value)
+    array = np.ascontiguousarray(array_of(value))
     # An array of objects holds strings.
     if array.dtype == object:
         content: Any = repr(array.tolist()).encode()
@@ -58,14 +69,14 @@ def named(names: Sequence[str]) -> str:
 
 def differences(
     cluster: Cluster, ranks: Sequence[int], names: Sequence[str], values: Sequence[Sequence]
-) -> tuple[list[int], str] | None:
-    """Return the positions of variables whose values (of each rank, in order) differ, and a text; None if none do."""
+) -> tuple[list[int], str]:
+    """Return the positions of variables whose values (of each rank, in order) differ, and a text; "" if none do."""
     positions = []
     for position, values_of_ranks in enumerate(zip(*values)):
         if len(set(values_of_ranks)) > 1:
             positions.append(position)
     if not positions:
-        return None
+        return [], ""
     different = [names[position] for position in positions]
     texts = {}
     for rank, rank_values in zip(ranks, values):
@@ -78,64 +89,58 @@ def differences(
     return positions, "\n".join([title, *lines])
 
 
+def common_differences(
+    cluster: Cluster, names: Mapping[str, str], checksums: Sequence[Mapping[str, int]]
+) -> str:
+    """Return a text about variables that all ranks have, and whose checksums differ; "" if none do. Names and checksums
+    are by what the ranks call a variable.
+    """
+    common = [key for key in names if all(key in by_key for by_key in checksums)]
+    rows = [[by_key[key] for key in common] for by_key in checksums]
+    common_names = [names[key] for key in common]
+    return differences(cluster, range(cluster.world_size), common_names, rows)[1]
+
+
 def different_start(
     job: Job, name: str, names: Sequence[str], remedy: str, *checksums: Sequence[int]
-) -> str | None:
-    """Post checksums of variables at some times; on the last rank, return a text about those that never were equal."""
-    rows = _rows_of_all(job, name, names, checksums)
+) -> str:
+    """Post checksums of variables at some times. The last rank warns of those that never were equal, or returns the
+    text of an error, if the user has asked for one; otherwise "".
+    """
+    mode = environment.NPU_DEVICE_UNEQUAL_START.get()
+    if mode == "ignore":
+        return ""
     # Only variables that differ at all times are reported: the script has made the others equal.
-    text = _text_of(job, names, rows, lambda are_equal: not any(are_equal))
-    if text is None:
-        return None
-    return DIFFERENT_START % (text, remedy)
+    differing = posted_differences(job, name, names, checksums, lambda equal: ~equal.any(axis=0))
+    if not differing:
+        return ""
+    text = DIFFERENT_START % (differing, remedy)
+    if mode == "error":
+        return f"rank {job.cluster.rank}: {text}"
+    _log.warning("%s", text)
+    return ""
 
 
-def drifted(
-    job: Job, name: str, names: Sequence[str], earlier: Sequence[int], latest: Sequence[int]
-) -> str | None:
-    """Post checksums of variables; on the last rank, return a text about variables that were equal earlier and differ
-    in the latest ones, if any do.
+def posted_differences(
+    job: Job,
+    name: str,
+    names: Sequence[str],
+    checksums: Sequence[Sequence[int]],
+    is_reported: Callable[[np.ndarray], Any],
+) -> str:
+    """Post checksums of variables at some times; on the last rank, return a text about the values at the first time of
+    some variables. ``is_reported`` tells for each variable, given whether the ranks were equal by time and variable.
+    Otherwise "".
     """
-    rows = _rows_of_all(job, name, names, (latest, earlier))
-    # Variables that differed earlier were reported then.
-    return _text_of(job, names, rows, lambda are_equal: are_equal == [False, True])
-
-
-# The checksums of a rank at some times, by variable.
-_Row = Sequence[Sequence[int]]
-
-
-def _rows_of_all(
-    job: Job, name: str, names: Sequence[str], checksums: Sequence[Sequence[int]]
-) -> list[_Row]:
-    """Post checksums of variables at some times; return those of all ranks on the last one, [] on the others."""
-    try:
-        own_row = list(map(list, zip(*checksums)))
-        rows = job.control.post(name, own_row)
-    except ClusterError:
-        # The next collective raises the error of a lost rank.
-        return []
-    if any(len(row) != len(names) for row in rows):
-        return []
-    return rows
-
-
-def _text_of(
-    job: Job, names: Sequence[str], rows: Sequence[_Row], is_reported: Callable[[list[bool]], bool]
-) -> str | None:
-    """Return a text about the values at the first time of some variables, of which ``is_reported`` decides, given
-    whether the ranks were equal at each time.
-    """
-    reported = []
-    # A column has a variable's checksums on each rank, at all times.
-    for column in zip(*rows):
-        are_equal = [len(set(ranks)) == 1 for ranks in zip(*column)]
-        reported.append(is_reported(are_equal))
-    compared = []
-    for row in rows:
-        # Variables that aren't reported get 0, by which they compare as equal.
-        compared.append([times[0] if is_apart else 0 for times, is_apart in zip(row, reported)])
-    difference = differences(job.cluster, range(len(rows)), names, compared)
-    if difference is None:
-        return None
-    return difference[1]
+    rows = []
+    # The next collective raises the error of a lost rank.
+    with contextlib.suppress(ClusterError):
+        rows = job.control.post(name, list(map(list, checksums)))
+    if not rows or any(len(row[0]) != len(names) for row in rows):
+        return ""
+    # By rank, time and variable.
+    posted = np.array(rows)
+    reported = is_reported((posted == posted[0]).all(axis=0))
+    # Variables that aren't reported get 0, by which they compare as equal.
+    compared = np.where(reported, posted[:, 0], 0).tolist()
+    return differences(job.cluster, range(len(rows)), names, compared)[1]

@@ -8,12 +8,11 @@ loops of one's own, are listed as information.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import time
 import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +24,12 @@ from npu_device._src.cluster.rank_errors import ClusterError
 from npu_device._src.cluster.time_limits import LAST_WORD_SECONDS
 from npu_device._src.collectives.job import Job
 from npu_device._src.gradients.reduction import ReducedTensors
-from npu_device._src.training.watching.digests import checksum, differences, variable_name
+from npu_device._src.training.watching.digests import (
+    array_of,
+    checksum,
+    common_differences,
+    variable_name,
+)
 from npu_device._src.training.watching.partial_sums import is_partial_sum
 from npu_device._src.training.watching.schedule import can_compare
 
@@ -82,18 +86,17 @@ class LastWord:
             # A function knows a variable of Keras by its inner one.
             inner = compat.inner_variable(variable)
             if id(inner) not in noted:
-                # A variable that goes takes its note along; ids are used again.
-                reference = weakref.ref(inner, functools.partial(noted.pop, id(inner)))
                 key = f"{label or self._calls}/{position}"
-                noted[id(inner)] = _Noted(key, reference, variable_name(variable))
+                noted[id(inner)] = _Noted(key, weakref.ref(inner), variable_name(variable))
+                # A variable that goes takes its note along; ids are used again. At exit, ``close`` needs the notes.
+                weakref.finalize(inner, noted.pop, id(inner), None).atexit = False
             if not label:
                 noted[id(inner)].calls = self._job.component_or_new(ReducedTensors).calls
 
     def add_if_equal(self, variables: Sequence) -> None:
         """Note variables that may be equal on all ranks now, while a function is traced."""
         with tf.init_scope():
-            arrays = map(compat.to_array, map(tf.convert_to_tensor, variables))
-            starts = list(map(checksum_of_pieces, arrays))
+            starts = list(map(checksum_of_pieces, map(array_of, variables)))
             self.add(variables, f"start {zlib.crc32(repr(starts).encode())}")
 
     def calls_before(self, variable_id: int) -> int | None:
@@ -119,16 +122,8 @@ class LastWord:
             return
         with compat.eager_mode(), contextlib.suppress(ClusterError, tf.errors.OpError):
             candidates = self._candidates()
-            checksums = {}
-            # The time is limited, or large models would hold up the end of the job.
-            until = time.monotonic() + LAST_WORD_SECONDS
-            for key, variable, _, _ in candidates:
-                # Variables without a value, or of a graph, are left out, and those for which there is no time.
-                with contextlib.suppress(tf.errors.OpError, NotImplementedError, ValueError):
-                    if time.monotonic() < until:
-                        checksums[key] = checksum_of_pieces(
-                            compat.to_array(tf.convert_to_tensor(variable))
-                        )
+            variables = {key: variable for key, variable, _, _ in candidates}
+            checksums = checksums_in_time(variables, array_of)
             answer = {"alone": not job.has_communicated, "checksums": checksums}
             answers = job.control.post("the last word", answer)
             # Only the last rank to post gets the answers of all.
@@ -144,9 +139,10 @@ class LastWord:
                 variables[noted.key] = (variable, noted.name)
         of_optimizers = set()
         for key, references in self._optimizers.items():
-            optimizer, *trained = [reference() for reference in references]
-            if optimizer is None or any(variable is None for variable in trained):
+            living = [reference() for reference in references]
+            if any(component is None for component in living):
                 continue
+            optimizer, *trained = living
             states = map(compat.inner_variable, compat.optimizer_variables(optimizer, trained))
             for position, state in enumerate(states):
                 of_optimizers.add(id(state))
@@ -169,15 +165,27 @@ class LastWord:
         for level, wanted in ((logging.WARNING, True), (logging.INFO, False)):
             names = {}
             for key, _, name, must_be_equal in candidates:
-                # A variable that nobody refers to any more may be gone on some ranks only.
-                is_common = all(key in by_key for by_key in checksums)
-                if is_common and must_be_equal is wanted:
+                if must_be_equal is wanted:
                     names[key] = name
-            rows = [[by_key[key] for key in names] for by_key in checksums]
-            ranks = range(cluster.world_size)
-            difference = differences(cluster, ranks, list(names.values()), rows)
-            if difference is not None:
-                _log.log(level, ENDED_APART, difference[1])
+            # A variable that nobody refers to any more may be gone on some ranks only.
+            text = common_differences(cluster, names, checksums)
+            if text:
+                _log.log(level, ENDED_APART, text)
+
+
+def checksums_in_time(
+    variables: Mapping[str, Any], read: Callable[[Any], np.ndarray]
+) -> dict[str, int]:
+    """Return the checksums of variables by what they are called, for as many as there is time."""
+    checksums = {}
+    # The time is limited, or large models would hold up the end of the job.
+    until = time.monotonic() + LAST_WORD_SECONDS
+    for key, variable in variables.items():
+        # Left out are variables without a value, of a graph, or of a closed session.
+        with contextlib.suppress(tf.errors.OpError, RuntimeError, ValueError):
+            if time.monotonic() < until:
+                checksums[key] = checksum_of_pieces(read(variable))
+    return checksums
 
 
 def checksum_of_pieces(array: np.ndarray) -> int:

@@ -7,12 +7,11 @@ all ranks' partial sums.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import tensorflow as tf
 
@@ -45,45 +44,37 @@ class _Accumulation:
     """
 
     world: World
-    counter: weakref.ref[Any]
+    counter: Any
     period: int
     settled: int = -1
     is_told: bool = False
 
     def count(self) -> int:
         """Return the number of steps."""
-        counter = self.counter()
-        if counter is None:
-            return 0
-        return int(counter)
+        return int(self.counter)
 
     def steps_since_update(self) -> int:
         """Return the number of steps since the last update."""
         return self.count() % self.period
 
 
-class _PartialSum(NamedTuple):
-    variable: weakref.ref[Any]
-    accumulation: _Accumulation
-
-
-_partial_sums: dict[int, _PartialSum] = {}  # by the id of the variable
+_accumulations: dict[int, _Accumulation] = {}  # by the id of a variable that holds a partial sum
 
 
 def note_partial_sums(world: World, variables: Sequence, counter: Any, period: int) -> None:
     """Note the variables of an optimizer that hold partial sums from now on; every ``period`` steps they are 0."""
     if all(map(is_partial_sum, variables)):
         return
-    accumulation = _Accumulation(world, weakref.ref(counter), period)
+    accumulation = _Accumulation(world, counter, period)
     for variable in map(compat.inner_variable, variables):
-        # Forgotten with the variable, whose id another one may get.
-        forget = functools.partial(_partial_sums.pop, id(variable))
-        _partial_sums[id(variable)] = _PartialSum(weakref.ref(variable, forget), accumulation)
+        _accumulations[id(variable)] = accumulation
+        # Forgotten with the variable, whose id another one may get; not at exit, when others still ask.
+        weakref.finalize(variable, _accumulations.pop, id(variable), None).atexit = False
 
 
 def is_partial_sum(variable: Any) -> bool:
     """Return whether a variable holds a partial sum of this rank."""
-    return id(compat.inner_variable(variable)) in _partial_sums
+    return id(compat.inner_variable(variable)) in _accumulations
 
 
 def without_partial_sums(variables: Iterable) -> list:
@@ -100,27 +91,24 @@ def between_updates(variables: Iterable) -> list:
 
 
 def _accumulation_of(variable: Any) -> _Accumulation:
-    return _partial_sums[id(compat.inner_variable(variable))].accumulation
+    return _accumulations[id(compat.inner_variable(variable))]
+
+
+def _world_of(variable: Any) -> World:
+    return _accumulation_of(variable).world
 
 
 def means_of(variables: Sequence) -> list[tf.Tensor]:
     """Return the means of variables that hold partial sums; all ranks with the variables call this, too."""
     means: dict[int, tf.Tensor] = {}
     # Optimizers may reduce among different groups of ranks.
-    worlds = {
-        _accumulation_of(variable).world.group.name: _accumulation_of(variable).world
-        for variable in variables
-    }
+    worlds = {world.group.name: world for world in map(_world_of, variables)}
     for name, world in worlds.items():
         partial_sums = [
-            variable
-            for variable in variables
-            if _accumulation_of(variable).world.group.name == name
+            variable for variable in variables if _world_of(variable).group.name == name
         ]
-        reduced = world.reduce(
-            list(map(tf.convert_to_tensor, partial_sums)), ReductionOptions("mean")
-        )
-        means.update(zip(map(id, partial_sums), reduced))
+        tensors = list(map(tf.convert_to_tensor, partial_sums))
+        means.update(zip(map(id, partial_sums), world.reduce(tensors, ReductionOptions("mean"))))
     return [means[id(variable)] for variable in variables]
 
 
@@ -173,7 +161,7 @@ def with_values(variables: Sequence, values: Sequence[tf.Tensor]) -> Iterator[No
             variable.assign(value)
 
 
-def warn_of_file(optimizer: Any, variables: Iterable) -> None:
+def _warn_of_file(optimizer: Any, variables: Iterable) -> None:
     """Warn, once for an optimizer, if this rank is about to write its own partial sums to a file."""
     if for_all_ranks.is_on or not tf.executing_eagerly():
         return
@@ -187,3 +175,22 @@ def warn_of_file(optimizer: Any, variables: Iterable) -> None:
         period = accumulation.period
         steps = accumulation.steps_since_update()
         _log.warning(_ONLY_OF_RANK, rank, name, steps, period, period)
+
+
+def methods_that_warn(partial_sums: Callable[[Any], Iterable]) -> dict[str, Callable]:
+    """Return stand-ins for the methods by which an optimizer writes its variables to files. They warn if the rank is
+    about to write its own partial sums, which ``partial_sums`` returns of an optimizer.
+    """
+
+    def stand_in(name: str) -> Callable:
+        # Otherwise AutoGraph would rewrite the method.
+        @compat.do_not_convert
+        def write(self: Any, *args: Any, **kwargs: Any) -> Any:
+            # Where TensorFlow asks for the parts of an optimizer, it tells what it is about to write.
+            if "savedmodel" not in (*args, *kwargs.values()):
+                _warn_of_file(self, partial_sums(self))
+            return getattr(type(self), name)(self, *args, **kwargs)
+
+        return write
+
+    return {name: stand_in(name) for name in ("save_own_variables", "_trackable_children")}

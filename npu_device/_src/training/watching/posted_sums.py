@@ -7,6 +7,7 @@ the same data. No rank waits for another, and the finding is a warning, which ne
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -27,7 +28,7 @@ from npu_device._src.training.watching.watched_optimizer import (
 
 _log = logging.getLogger("npu_device")
 
-SumsByRank = dict[int, list[Sums]]
+SumsByRank = list[list[Sums]]
 
 _MOST_POSTS = 32  # most optimizers of a signature, and most signatures
 # Part of the sum of a gradient's absolute values: hosts with other processors round differently.
@@ -72,40 +73,27 @@ class PostedSums:
         ``unreduced`` has ids and names of their variables, if other gradients of the step were reduced. Return the step
         of the next look.
         """
-        # Errors are dropped, since the watch must not end a training run; another rank may have told.
-        with contextlib.suppress(Exception):
-            # Summed in float64, which doesn't lose small numbers among millions.
-            changes = [array.astype(np.float64) for array in arrays]
-            if watched.values_before:
-                starts = watched.values_before
-                changes = [change - start for change, start in zip(changes, starts)]
-            sums = []
-            for change in changes:
-                sum_of_sizes = np.abs(change).sum()
-                sums.append([float(change.sum()), float(sum_of_sizes)])
-            return self._compare(watched, step, sums, unreduced)
-        return NEVER
-
-    def _compare(
-        self, watched: WatchedOptimizer, step: int, sums: Sums, unreduced: Sequence[tuple[int, str]]
-    ) -> int:
-        if watched.applied is not Applied.UNKNOWN or self._job.health.is_over or not sums:
+        if watched.applied is not Applied.UNKNOWN or self._job.health.is_over or not arrays:
             return NEVER
         earlier = watched.posted
-        signature = f"{len(sums)} gradients of {watched.signature}"
-        posts_of_all = self._post(watched, signature, step, sums)
-        if earlier is None:
-            return next_look(step, step)
-        sums_by_rank = {}
-        for rank, posts in enumerate(posts_of_all):
-            # Only sums of the same step can be compared.
-            sums_by_rank[rank] = [post[1] for post in posts if post[0] == earlier.step]
-        distinct = _distinct(sums_by_rank)
-        self._judge(watched, earlier, distinct)
-        if watched.applied is Applied.UNREDUCED:
-            self._warn(watched, signature, step, unreduced, distinct)
-        if watched.applied is Applied.UNKNOWN and step < _LAST_LOOK:
-            return next_look(step, step)
+        signature = f"{len(arrays)} gradients of {watched.signature}"
+        # Errors are dropped, since the watch must not end a training run; another rank may have told.
+        with contextlib.suppress(Exception):
+            posts_of_all = self._post(watched, signature, step, _sums(watched, arrays))
+            if earlier is None:
+                return next_look(step, step)
+            sums_by_rank = []
+            for posts in posts_of_all:
+                # Only sums of the same step can be compared.
+                sums_by_rank.append([post[1] for post in posts if post[0] == earlier.step])
+            distinct = _distinct(sums_by_rank)
+            # A rank that is behind may not have posted yet.
+            if distinct:
+                self._judge(watched, earlier, distinct)
+            if watched.applied is Applied.UNREDUCED:
+                self._warn(watched, signature, step, unreduced, distinct)
+            if watched.applied is Applied.UNKNOWN and step < _LAST_LOOK:
+                return next_look(step, step)
         return NEVER
 
     def _post(
@@ -127,14 +115,10 @@ class PostedSums:
 
     def _judge(self, watched: WatchedOptimizer, earlier: Post, distinct: SumsByRank) -> None:
         """Note whether the gradients were reduced, given for each rank the sums that no other rank has."""
-        cluster = self._job.cluster
-        if len(distinct) < cluster.world_size:
-            # A rank that is behind may not have posted yet.
-            return
         # If these were reduced, the other ranks have posted theirs by now.
-        if earlier.sums not in distinct[cluster.rank]:
+        if earlier.sums not in distinct[self._job.cluster.rank]:
             watched.applied = Applied.REDUCED
-        elif all(distinct.values()) and not self._may_be_averaged_later(watched):
+        elif all(distinct) and not self._may_be_averaged_later(watched):
             watched.applied = Applied.UNREDUCED
 
     def _warn(
@@ -149,7 +133,7 @@ class PostedSums:
         equal_since = [self._last_word.calls_before(variable_id) for variable_id, _ in unreduced]
         if None in equal_since or self._are_equal_otherwise(watched):
             return
-        models = min(map(len, distinct.values()))
+        models = min(map(len, distinct))
         # The key can be set once, so that this fails on a second rank, and one of them warns.
         self._job.control.set(f"told about {models} models of {signature}", "")
         names = ""
@@ -166,18 +150,26 @@ class PostedSums:
         return calls == 0 or all(before == calls for before in calls_before)
 
 
+def _sums(watched: WatchedOptimizer, arrays: Sequence[np.ndarray]) -> Sums:
+    """Return the sums of gradients, or of changes of variables."""
+    # Summed in float64, which doesn't lose small numbers among millions.
+    changes = [array.astype(np.float64) for array in arrays]
+    if watched.values_before:
+        changes = [change - start for change, start in zip(changes, watched.values_before)]
+    return [[float(change.sum()), float(np.abs(change).sum())] for change in changes]
+
+
 def _distinct(sums_by_rank: SumsByRank) -> SumsByRank:
     """Return, for each rank, the sums that no other rank has."""
-    distinct: SumsByRank = {}
-    for rank, own_sums in sums_by_rank.items():
-        foreign: list[np.ndarray] = []
-        for other_rank, posted in sums_by_rank.items():
-            if other_rank != rank:
-                foreign += map(np.array, posted)
-        distinct[rank] = []
+    distinct = []
+    for rank, own_sums in enumerate(sums_by_rank):
+        others = itertools.chain(*sums_by_rank[:rank], *sums_by_rank[rank + 1 :])
+        foreign = list(map(np.array, others))
+        alone = []
         for sums in own_sums:
             if not any(_are_alike(np.array(sums), other_sums) for other_sums in foreign):
-                distinct[rank].append(sums)
+                alone.append(sums)
+        distinct.append(alone)
     return distinct
 
 

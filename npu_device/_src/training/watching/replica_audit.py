@@ -28,7 +28,7 @@ from npu_device._src.training.watching.applied_gradients import AppliedGradients
 from npu_device._src.training.watching.digests import Digest, differences, digest_of, variable_name
 from npu_device._src.training.watching.partial_sums import without_partial_sums
 from npu_device._src.training.watching.same_samples import Pair, SameSamples
-from npu_device._src.training.watching.same_variables import not_compared
+from npu_device._src.training.watching.same_variables import compared_behind
 from npu_device._src.training.watching.schedule import (
     FIRST_LOOKS,
     NEVER,
@@ -67,12 +67,8 @@ class Audit:
     """The audits of one optimizer, or of variables that are updated together; ``at_once``: also of the first step."""
 
     def __init__(self, world: World, at_once: bool) -> None:
-        interval = environment.NPU_DEVICE_AUDIT.get()
         self._world = world
-        self._is_off = interval == "off"
-        self._interval: int | None = None
-        if interval not in ("auto", "off"):
-            self._interval = int(interval)
+        self._setting = environment.NPU_DEVICE_AUDIT.get()
         first_audit = 1
         if not at_once:
             first_audit = self._next(0, 0)
@@ -80,55 +76,47 @@ class Audit:
         self._samples = SameSamples(world.job)
         self._reading: _Reading | None = None
         self._equal_after: int | None = None
-        self._began = 0.0
         self._audit_seconds = 0.0
-        self._step_seconds = 0.0
-        self._previous: tuple[int, float] | None = None  # steps and time at the previous audit
+        # Steps and time at the previous audit.
+        self._count = 0
+        self._began = time.perf_counter()
 
     def step(self, variables: Sequence, optimizer: Any = None, pair: Pair | None = None) -> None:
         """Count a step, and audit it, if it is time, before later updates; ``pair`` is one of its gradients."""
         # Unless the optimizer is known, the ranks may have the variables in different orders.
-        # Referred to weakly, since a graph must not keep the job.
-        myself = weakref.ref(self)
-        self._schedule.step(
-            lambda count: _audit_of(myself)._audit_now(count, variables, optimizer, pair)
-        )
+        self._schedule.step(lambda count: self._audit_now(count, variables, optimizer, pair))
 
     def _audit_now(self, count: Any, variables: Sequence, optimizer: Any, pair: Pair | None) -> Any:
         """Compare; return the step of the next audit."""
+        # The functions below refer to this weakly, since a graph keeps them, and must not keep the job.
         myself = weakref.ref(self)
-        is_off = self._is_off
-        keeps_order = optimizer is not None
-        audited = []
-        if not is_off:
-            states = []
-            if keeps_order:
-                states = without_partial_sums(compat.optimizer_variables(optimizer, variables))
-            audited = compat.unique([*variables, *states])
-        names = list(map(variable_name, audited))
-        if keeps_order:
-            by_hand = []
+        is_off = self._setting == "off"
+        states = []
+        by_hand = []
+        steps = count - 1
+        if optimizer is None:
+            by_hand = list(map(weakref.ref, variables))
+        else:
+            states = without_partial_sums(compat.optimizer_variables(optimizer, variables))
             # Its own count, which goes on after a restart.
             steps = tf.cast(value_of(optimizer.iterations), tf.int64)
-        else:
-            by_hand = list(map(weakref.ref, variables))
-            steps = count - 1
-        before_and_after = []
-        scale = 0.0
+        audited = []
+        if not is_off:
+            audited = compat.unique([*variables, *states])
+        names = list(map(variable_name, audited))
+        # Zeros tell nothing about the samples.
+        gradient, reduced, scale = Pair(tf.zeros([]), tf.zeros([]), 0.0)
         if pair is not None and not self._samples.is_over:
-            before_and_after = [pair.gradient, pair.reduced]
-            scale = pair.scale
-        # Counted here, since the function below must not keep the tensors themselves.
-        gradient_count = len(before_and_after)
+            gradient, reduced, scale = pair
 
-        def digest(count: Any, steps: Any, *arrays: np.ndarray) -> list:
+        def digest(
+            count: Any, steps: Any, gradient: np.ndarray, reduced: np.ndarray, *values: np.ndarray
+        ) -> list:
             audit = _audit_of(myself)
-            if gradient_count:
-                audit._samples.compare(int(count), arrays[0], arrays[1], scale)
-            values = arrays[gradient_count:]
+            audit._samples.compare(int(count), gradient, reduced, scale)
             digests = list(map(digest_of, values))
             audit._reading = _Reading(int(steps), names, values, digests)
-            if not keeps_order:
+            if by_hand:
                 # The order of variables may differ among ranks; sorted digests don't depend on it.
                 digests = sorted(digests)
             return [audit._message(int(count), digests, by_hand)]
@@ -137,7 +125,7 @@ class Audit:
             due = _audit_of(myself)._settle(list(map(int, maxima)), int(count))
             return [np.int64(due)]
 
-        inputs = [count, steps, *before_and_after, *map(value_of, audited)]
+        inputs = [count, steps, gradient, reduced, *map(value_of, audited)]
         [message] = call_now(digest, inputs, [tf.TensorSpec([5], tf.int64)])
         # max(digest) is -max(-digest) only if all ranks have the same digest.
         if not is_off:
@@ -148,10 +136,8 @@ class Audit:
     def _message(self, count: int, digests: list[Digest], by_hand: Sequence) -> Any:
         """Return, for maxima over the ranks: digest, minus digest, whether this rank is silent, minus its two times."""
         time_now = time.perf_counter()
-        if self._previous is not None:
-            previous_count, previous_time = self._previous
-            self._step_seconds = (time_now - previous_time) / max(1, count - previous_count)
-        self._previous = (count, time_now)
+        step_seconds = (time_now - self._began) / max(1, count - self._count)
+        self._count = count
         self._began = time_now
         applied = self._world.job.component(AppliedGradients)
         # This rank is silent while it isn't known to apply the gradients that it has reduced by hand.
@@ -161,7 +147,7 @@ class Audit:
         # A CRC has 32 bits, so that it fits into int64 with its sign.
         checksum = zlib.crc32(repr(digests).encode())
         # Ranks that wait for the last rank don't work: an audit costs as much as the shortest of the ranks' audits.
-        times = [-self._audit_seconds * 1e9, -self._step_seconds * 1e9]
+        times = [-self._audit_seconds * 1e9, -step_seconds * 1e9]
         return np.array([checksum, -checksum, is_silent, *times], np.int64)
 
     def _settle(self, maxima: list[int], count: int) -> int:
@@ -169,26 +155,22 @@ class Audit:
         self._audit_seconds = time.perf_counter() - self._began
         reading = self._reading
         self._reading = None
+        assert reading is not None, "each audit reads before it settles"
         checksum, negated, is_silent, cost, step = maxima
-        if reading is not None and checksum != -negated and not is_silent and not self._is_off:
+        if checksum != -negated and not is_silent and self._setting != "off":
             return self._report(reading, f"drift/{self._world.group.key}/{count}/{checksum}")
-        self._equal_after = None
-        if reading is not None:
-            self._equal_after = reading.steps
-        interval = 0
-        if step:
-            interval = math.ceil(cost / step / _SHARE)
-        return self._next(count, interval)
+        self._equal_after = reading.steps
+        return self._next(count, math.ceil(cost / step / _SHARE))
 
     def _next(self, count: int, interval: int) -> int:
         """Return the step of the next audit, given the interval at which audits cost their share of the time."""
-        if self._is_off and count >= FIRST_LOOKS[-1]:
+        if self._setting == "off" and count >= FIRST_LOOKS[-1]:
             return NEVER
-        if self._interval is None:
+        if self._setting in ("auto", "off"):
             return next_look(count, max(FIRST_LOOKS[-1], interval))
-        regular = self._interval - count % self._interval
+        regular = int(self._setting) - count % int(self._setting)
         # A short interval has enough looks without the first ones.
-        if self._interval <= FIRST_LOOKS[-1]:
+        if int(self._setting) <= FIRST_LOOKS[-1]:
             return count + regular
         return next_look(count, regular)
 
@@ -206,11 +188,9 @@ class Audit:
             members = self._world.group.ranks
             answers = self._world.job.control.gather_from(key, texts, members, DETAILS_SECONDS)
         ranks = sorted(answers)
-        variables = "some variables"
         texts_of_ranks = [answers[rank] for rank in ranks]
-        difference = differences(cluster, ranks, reading.names, texts_of_ranks)
-        if difference is not None:
-            _, variables = difference
+        _, differing = differences(cluster, ranks, reading.names, texts_of_ranks)
+        variables = differing or "some variables"
         earlier = ""
         if self._equal_after is not None:
             earlier = f" (after step {self._equal_after} they were equal)"
@@ -235,7 +215,7 @@ def audit_loop(world: World, variables: Sequence, pair: Callable[[], Pair | None
     if key not in audits:
         # Functions that are made again go on with the same count. So an audit lives as long as the first variable, and
         # not as a function, which is gone when Python's garbage collector has run, on each rank at another time.
-        audits[key] = Audit(world, bool(not_compared(variables)))
+        audits[key] = Audit(world, bool(compared_behind.others(variables)))
         if variables:
             weakref.finalize(variables[0], audits.pop, key, None)
     gradients = None

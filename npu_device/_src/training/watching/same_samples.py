@@ -40,7 +40,10 @@ def pair_of(
     """
     candidates = []
     for position, gradient in enumerate(gradients):
-        if not isinstance(gradient, tf.Tensor) or gradient.dtype not in (tf.float32, tf.float64):
+        # Of a divided update, only what this rank has got back can be compared.
+        if reduced[position] is None or not isinstance(gradient, tf.Tensor):
+            continue
+        if gradient.dtype not in (tf.float32, tf.float64):
             continue
         # Unknown dimensions count as no elements: such a gradient isn't compared.
         count = int(gradient.shape.num_elements() or 0)

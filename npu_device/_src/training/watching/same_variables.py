@@ -5,7 +5,6 @@ In between ``replica_audit`` does, and at the end of the job ``last_word``. In s
 
 from __future__ import annotations
 
-import functools
 import logging
 import weakref
 from collections import Counter
@@ -63,9 +62,8 @@ def make_equal(
             is_unique = len(set(names)) == len(names)
             if is_unique and all(rank_names == names for rank_names in answers):
                 variables = sorted(variables, key=variable_name)
-        difference = _differences(world, variables)
-        if difference is not None:
-            positions, differing = difference
+        positions, differing = _differences(world, variables)
+        if positions:
             text = digests.DIFFERENT_START % (differing, digests.BROADCAST)
             if mode == "error":
                 raise RuntimeError(f"rank {world.job.cluster.rank}: {text}")
@@ -133,32 +131,23 @@ def note_equal(world: World, variables: Sequence) -> None:
         last_word.add(held_by_all)
 
 
-class ComparedVariables:
-    """The variables that ``make_equal`` has compared for one purpose, as long as they exist."""
+class ComparedVariables(set[int]):
+    """The ids of variables that ``make_equal`` has compared for one purpose, as long as they exist."""
 
-    def __init__(self) -> None:
-        self._references_by_id: dict[int, weakref.ref[Any]] = {}
-
-    def add(self, variables: Iterable) -> None:
+    def note(self, variables: Iterable) -> None:
         for variable in variables:
+            self.add(id(variable))
             # A variable that goes takes its note along, since another one may get its id.
-            forget = functools.partial(self._references_by_id.pop, id(variable))
-            self._references_by_id[id(variable)] = weakref.ref(variable, forget)
+            weakref.finalize(variable, self.discard, id(variable))
 
     def others(self, variables: Sequence) -> list:
         """Return the variables that haven't been compared. In most steps, there are none."""
-        is_known = self._references_by_id.__contains__
-        if all(map(is_known, map(id, variables))):
+        if self.issuperset(map(id, variables)):
             return []
-        return [variable for variable in variables if not is_known(id(variable))]
+        return [variable for variable in variables if id(variable) not in self]
 
 
-_compared = ComparedVariables()  # by ``make_equal_behind``
-
-
-def not_compared(variables: Sequence) -> list:
-    """Return those of the variables that ``make_equal_behind`` hasn't compared."""
-    return _compared.others(variables)
+compared_behind = ComparedVariables()  # by ``make_equal_behind``
 
 
 def make_equal_behind(
@@ -197,9 +186,9 @@ def make_equal_behind(
         if variable.trainable and is_needed(handle):
             trained.append(variable)
     variables = as_many_as_gradients(gradients, trained)
-    new = not_compared(variables)
+    new = compared_behind.others(variables)
     if new and make_equal(world, new, keeps_order=False, level=level):
-        _compared.add(new)
+        compared_behind.note(new)
     return variables
 
 
@@ -209,11 +198,8 @@ def as_many_as_gradients(gradients: Sequence, variables: Sequence) -> list:
         _shape_and_dtype(gradient) for gradient in gradients if gradient is not None
     )
     of_variables = Counter(map(_shape_and_dtype, variables))
-    equal_signatures = {
-        signature
-        for signature in of_variables
-        if of_variables[signature] == of_gradients[signature]
-    }
+    # A signature is in both with the same number.
+    equal_signatures = dict(of_variables.items() & of_gradients.items())
     return [variable for variable in variables if _shape_and_dtype(variable) in equal_signatures]
 
 
@@ -223,13 +209,13 @@ def _shape_and_dtype(tensor: Any) -> tuple[str, tf.DType]:
 
 def warn_if_different(world: World, variables: Sequence) -> None:
     """Compare variables after a training; rank 0 warns with the names of those that differ."""
-    difference = _differences(world, variables)
-    if difference is not None and world.rank == 0:
-        _log.warning(ENDED_APART, difference[1])
+    _, differing = _differences(world, variables)
+    if differing and world.rank == 0:
+        _log.warning(ENDED_APART, differing)
 
 
-def _differences(world: World, variables: Sequence) -> tuple[list[int], str] | None:
-    """Return the positions of the variables that differ, and a text about them; None if none do."""
+def _differences(world: World, variables: Sequence) -> tuple[list[int], str]:
+    """Return the positions of the variables that differ, and a text about them; "" if none do."""
     try:
         own_digests = [digest_of(variable) for variable in variables]
     except (tf.errors.OpError, NotImplementedError):
@@ -238,7 +224,7 @@ def _differences(world: World, variables: Sequence) -> tuple[list[int], str] | N
     signatures = [[digest[:2] for digest in row] for row in answers]
     if any(signature != signatures[0] for signature in signatures):
         # The reduction itself names the shapes that differ.
-        return None
+        return [], ""
     checksums = [[digest for _, _, digest in row] for row in answers]
     names = list(map(variable_name, variables))
     return differences(world.job.cluster, world.group.ranks, names, checksums)

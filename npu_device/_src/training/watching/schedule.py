@@ -7,6 +7,7 @@ before. Nothing is read from another thread, or by Python while a step runs.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Callable
 
 import numpy as np
@@ -41,7 +42,6 @@ class Schedule:
         self._due = first_look
         self._device = device
         self._first_look = first_look
-        self._in_graphs: tuple[Any, Any] | None = None
 
     def is_due(self) -> bool:
         """Return whether the next eager step looks."""
@@ -60,7 +60,7 @@ class Schedule:
             if is_due:
                 self._due = int(look(np.int64(self._count)))
             return
-        overdue, due = self._variables()
+        overdue, due = self._in_graphs
         # A step that ends for lack of data must count on no rank.
         with tf.device(self._device), tf.control_dependencies(step_data()):
             # Counts up from minus the number of steps until the look, and returns it before this step is counted.
@@ -79,11 +79,10 @@ class Schedule:
         if not tf.config.get_visible_devices("GPU"):
             compat.keep_whole(looked)
 
-    def _variables(self) -> tuple[Any, Any]:
-        """Return two variables: the step of the next look, and minus the number of steps until then."""
-        if self._in_graphs is None:
-            with tf.init_scope(), tf.device(self._device):
-                due = compat.plain_variable(tf.constant(self._first_look, tf.int64))
-                overdue = compat.plain_variable(tf.constant(-self._first_look, tf.int64))
-                self._in_graphs = (overdue, due)
-        return self._in_graphs
+    @functools.cached_property
+    def _in_graphs(self) -> tuple[Any, Any]:
+        """Return two variables: minus the number of steps until the next look, and the step of that."""
+        with tf.init_scope(), tf.device(self._device):
+            due = compat.plain_variable(tf.constant(self._first_look, tf.int64))
+            overdue = compat.plain_variable(tf.constant(-self._first_look, tf.int64))
+            return overdue, due

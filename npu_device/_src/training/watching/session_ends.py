@@ -9,20 +9,17 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import time
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
 from npu_device._src import compat
 from npu_device._src.cluster.rank_errors import ClusterError
-from npu_device._src.cluster.time_limits import LAST_WORD_SECONDS
 from npu_device._src.collectives.job import Job, current_component
-from npu_device._src.training.watching.digests import differences, variable_name
-from npu_device._src.training.watching.last_word import checksum_of_pieces
+from npu_device._src.training.watching.digests import common_differences, variable_name
+from npu_device._src.training.watching.last_word import checksums_in_time
 
 _log = logging.getLogger("npu_device")
 
@@ -81,16 +78,14 @@ class SessionEnds:
 
     def _checksums(self, session: Any) -> dict[str, int]:
         """Return the checksums of variables that must be equal, by their names."""
-        checksums = {}
-        # The time is limited, or large models would hold up the end of the session.
-        until = time.monotonic() + LAST_WORD_SECONDS
-        for variable in _to_be_equal(self._graphs[session.graph]):
-            # A closed session raises RuntimeError, and a variable without a value an OpError.
-            with contextlib.suppress(tf.errors.OpError, RuntimeError):
-                if time.monotonic() < until:
-                    array = np.asarray(session.run(variable))
-                    checksums[variable_name(variable)] = checksum_of_pieces(array)
-        return checksums
+
+        def read(variable: Any) -> np.ndarray:
+            return np.asarray(session.run(variable))
+
+        variables = _to_be_equal(self._graphs[session.graph])
+        return checksums_in_time(
+            {variable_name(variable): variable for variable in variables}, read
+        )
 
     def _post(self, graph: Any, checksums: dict[str, int]) -> None:
         job = self._job
@@ -101,16 +96,11 @@ class SessionEnds:
             answers = job.control.post(name, checksums)
             # Only the last rank to post gets the answers of all.
             if answers:
-                self._warn_if_different(answers)
-
-    def _warn_if_different(self, answers: Sequence[dict[str, int]]) -> None:
-        cluster = self._job.cluster
-        # A rank that lacked time has read fewer variables.
-        names = [name for name in answers[0] if all(name in answer for answer in answers)]
-        rows = [[answer[name] for name in names] for answer in answers]
-        difference = differences(cluster, range(cluster.world_size), names, rows)
-        if difference is not None:
-            _log.warning(_ENDED_APART, difference[1])
+                names = dict(zip(answers[0], answers[0]))
+                # A rank that lacked time has read fewer variables.
+                text = common_differences(job.cluster, names, answers)
+                if text:
+                    _log.warning(_ENDED_APART, text)
 
 
 def _to_be_equal(noted: _Variables) -> Iterator:

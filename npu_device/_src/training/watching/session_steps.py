@@ -7,17 +7,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Callable, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
 from npu_device._src import environment
+from npu_device._src.collectives.graph import origin
 from npu_device._src.collectives.job import Job
 from npu_device._src.collectives.sessions import SessionSteps
-from npu_device._src.gradients.reduction import dense_of, with_values
-from npu_device._src.training.watching import digests
-from npu_device._src.training.watching.digests import checksum, variable_name
+from npu_device._src.gradients.reduction import dense_tensors, with_values
+from npu_device._src.training.watching.digests import (
+    checksum,
+    different_start,
+    posted_differences,
+    variable_name,
+)
 from npu_device._src.training.watching.same_variables import as_many_as_gradients, note_equal
 from npu_device._src.training.watching.schedule import NEVER, next_look
 from npu_device._src.training.watching.session_ends import CAUSES, REMEDY
@@ -77,19 +83,10 @@ def reduce_compared(world: World, gradients: Sequence, reduce: Callable[[], list
 
 def _variables_of(gradients: Sequence) -> list:
     """Return the trainable variables of the graph being built to which gradients belong, by their shapes."""
-    tensors = [dense_of(gradient) for gradient in gradients if gradient is not None]
     # The mean of variables themselves, as in local SGD, is taken of values that differ.
-    if any(map(_is_read, tensors)):
+    if any(origin(tensor).op.type in _READS for tensor in dense_tensors(gradients)):
         return []
     return as_many_as_gradients(gradients, tf.compat.v1.trainable_variables())
-
-
-def _is_read(tensor: tf.Tensor) -> bool:
-    """Return whether a tensor is the value of a variable."""
-    operation = tensor.op
-    while operation.type == "Identity":
-        operation = operation.inputs[0].op
-    return operation.type in _READS
 
 
 class _Look(NamedTuple):
@@ -97,42 +94,41 @@ class _Look(NamedTuple):
     checksums: list[int]
 
 
+@dataclass
 class _Comparison:
     """The comparison of the variables of a graph, in all of its sessions."""
 
-    def __init__(self, job: Job, name: str, names: Sequence[str]) -> None:
-        self._job = job
-        self._name = name
-        self._names = names
-        self._looks: dict[int, _Look] = {}  # the latest one in each session
+    job: Job
+    name: str
+    names: Sequence[str]
+    # The latest look in each session.
+    looks: dict[int, _Look] = field(default_factory=dict)
 
     def compare_if_due(self, session: int, steps: int, *arrays: np.ndarray) -> int:
         """Compare the variables after some steps of a session; return after how many steps to compare them next."""
         checksums = list(map(checksum, arrays))
-        label = f"{self._name}, start {session}"
+        label = f"{self.name}, start {session}"
         if steps == 0:
-            self._compare_start(label, checksums)
-        elif session in self._looks:
+            error = different_start(self.job, label, self.names, _HOOK, checksums)
+            if error:
+                raise RuntimeError(error)
+        elif session in self.looks:
             # Without the comparison before it, a drift couldn't be told from a different start.
-            earlier = self._looks[session]
-            name = f"{label}, step {steps}"
-            text = digests.drifted(self._job, name, self._names, earlier.checksums, checksums)
-            if text is not None:
+            earlier = self.looks[session]
+            text = posted_differences(
+                self.job,
+                f"{label}, step {steps}",
+                self.names,
+                [checksums, earlier.checksums],
+                # Variables that differed earlier were reported then.
+                lambda equal: equal[1] & ~equal[0],
+            )
+            if text:
                 _log.warning(_DRIFTED, steps, earlier.steps, text)
-        self._looks[session] = _Look(steps, checksums)
-        if len(self._looks) > _MOST_SESSIONS:
-            del self._looks[min(self._looks)]
+        self.looks[session] = _Look(steps, checksums)
+        if len(self.looks) > _MOST_SESSIONS:
+            del self.looks[min(self.looks)]
         return _next_look(steps)
-
-    def _compare_start(self, label: str, checksums: Sequence[int]) -> None:
-        mode = environment.NPU_DEVICE_UNEQUAL_START.get()
-        if mode == "ignore":
-            return
-        text = digests.different_start(self._job, label, self._names, _HOOK, checksums)
-        if text is not None and mode == "error":
-            raise RuntimeError(f"rank {self._job.cluster.rank}: {text}")
-        if text is not None:
-            _log.warning("%s", text)
 
 
 def _next_look(steps: int) -> int:

@@ -6,7 +6,7 @@ import enum
 import sys
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
 import numpy as np
 import tensorflow as tf
@@ -50,9 +50,9 @@ class WatchedOptimizer:
     """
 
     def __init__(
-        self, job: Job, class_name: str, variables: Sequence, first_look: int = FIRST_LOOKS[0]
+        self, job: Job, optimizer: Any, variables: Sequence, first_look: int = FIRST_LOOKS[0]
     ) -> None:
-        self.class_name = class_name
+        self.class_name = type(optimizer).__name__
         shapes = [tf.TensorShape(variable.shape) for variable in variables]
         numbers = sum(shape.num_elements() or 0 for shape in shapes)  # unknown shapes count nothing
         # Names may differ among ranks; numbers don't.

@@ -29,10 +29,9 @@ def reducer_inside(optimizer: Any) -> Any:
     makes it itself (compile under mixed_float16) without telling the inner one. So its gradients are reduced before it
     looks at them.
     """
-    inner = getattr(optimizer, "inner_optimizer", None)
-    if inner is None or reducer_of(optimizer) is not None:
+    if reducer_of(optimizer) is not None:
         return None
-    return reducer_of(inner)
+    return reducer_of(getattr(optimizer, "inner_optimizer", None))
 
 
 def reducing_optimizer(optimizer: Any) -> Any:
@@ -40,9 +39,6 @@ def reducing_optimizer(optimizer: Any) -> Any:
     adds up gradients over several steps; else the optimizer itself.
     """
     inner = getattr(optimizer, "inner_optimizer", None)
-    if inner is None:
-        return optimizer
-    is_inner = reducer_of(inner) is not None or compat.accumulation_steps(inner) > 1
-    if is_inner:
+    if reducer_of(inner) is not None or compat.accumulation_steps(inner) > 1:
         return inner
     return optimizer
