@@ -89,10 +89,10 @@ class GroupTable(dict[Group, _Made]):
         """Return what there is for a group, which ``make`` makes if there is nothing yet."""
         # Two threads of a script may make the first call of a group at once.
         with self._lock:
-            made = self.get(group)
-            if made is None:
-                made = self[group] = make(group)
-            return made
+            component = self.get(group)
+            if component is None:
+                component = self[group] = make(group)
+            return component
 
     def forget(self, name: str) -> dict[Group, _Made]:
         """Drop, and return, what there is for a group that is destroyed, and for the groups made for its calls."""

@@ -137,11 +137,11 @@ class Stream:
         if owned is None:
             owned = range(len(self.starts))
         edges = [*self.starts, self.length]
-        first = edges[owned.start]
-        flat = pool.allocate((edges[owned.stop] - first) * dtype.itemsize).view(dtype)
+        offset = edges[owned.start]
+        flat = pool.allocate((edges[owned.stop] - offset) * dtype.itemsize).view(dtype)
         arrays = []
         for position in owned:
-            begin = edges[position] - first
+            begin = edges[position] - offset
             end = begin + self.lengths[position]
             arrays.append(flat[begin:end].reshape(self.shapes[position]))
         return flat, arrays
@@ -253,7 +253,7 @@ class Channel:
         self.counts = counts
         self.buffers = buffers
 
-    def others(self, member: int) -> list[int]:
+    def other_members(self, member: int) -> list[int]:
         """Return the other members than one, from the next one on, so that not all begin with the same one."""
         return [(member + step) % self.size for step in range(1, self.size)]
 

@@ -223,19 +223,19 @@ def _broadcast(
     by_member = defaultdict[int, list[int]](list)
     for position, owner in enumerate(owners):
         by_member[owner].append(position)
-    own = by_member.pop(group.rank, [])
+    owned = by_member.pop(group.rank, [])
     outputs = [position for positions in by_member.values() for position in positions]
     # The rank's own tensors give the shapes where these are unknown. Otherwise a receiver has no inputs, so that it
     # doesn't wait for tensors that the result replaces.
     unknown = [i for i in outputs if not tensors[i].shape.is_fully_defined()]
-    inputs = own + unknown
+    inputs = owned + unknown
     static_shapes = {i: tensors[i].shape.as_list() for i in outputs if i not in unknown}
     dtypes = [np.dtype(tensor.dtype.as_numpy_dtype) for tensor in tensors]
 
     def prepare(arrays: ArrayList, buffers: BufferPool) -> Prepared:
         # As bytes, tensors of all dtypes of one owner are one stream.
         as_bytes = np.dtype(np.uint8)
-        flats = [array.reshape(-1).view(as_bytes) for array in arrays[: len(own)]]
+        flats = [array.reshape(-1).view(as_bytes) for array in arrays[: len(owned)]]
         stream = Stream([flat.shape for flat in flats], as_bytes, flats)
         shapes = {**static_shapes, **dict(zip(inputs, map(np.shape, arrays)))}
         rows: ArrayList = [np.empty(0, as_bytes)] * group.size

@@ -102,7 +102,9 @@ class MessageChannel(Channel):
         if exchange.targets:
             return dict(exchange.targets)
         start, end = exchange.span(self.rank)
-        senders = [member for member in self.others(self.rank) if member in exchange.publishers]
+        senders = [
+            member for member in self.other_members(self.rank) if member in exchange.publishers
+        ]
         return {member: self.buffers.array((end - start,), exchange.dtype) for member in senders}
 
     def _send_all(self, exchange: Round) -> list:
@@ -114,7 +116,7 @@ class MessageChannel(Channel):
         if len(exchange.spans) == 1:
             common = source.slice(*exchange.spans[0], self.buffers)
         messages = []
-        for member in self.others(self.rank):
+        for member in self.other_members(self.rank):
             start, end = exchange.span(member)
             if start < end and (exchange.readers is None or member in exchange.readers):
                 sent = common

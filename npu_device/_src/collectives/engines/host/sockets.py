@@ -178,7 +178,7 @@ class SocketMesh(MessageChannel):
         self._spins = context.has_own_core
         # All directions share one, so that waiting for one message advances the others.
         self._busy = Busy()
-        other_members = self.others(self.rank)
+        other_members = self.other_members(self.rank)
         direction = partial(Direction, self._busy, self._peers)
         self._outgoing = {
             member: direction(self._ranks[member], True) for member in targets or other_members

@@ -220,7 +220,7 @@ class _ScatterGatherReduction:
         read: Callable[..., None] = ignore
         if rank in self._readers:
             # A member's own piece is in place already.
-            targets = {member: pieces[member] for member in self._channel.others(rank)}
+            targets = {member: pieces[member] for member in self._channel.other_members(rank)}
             if self._rounds_results:
                 read = partial(self._decode, block, self._result[start : start + len(block)])
         source = Stream([piece.shape], self._dtype, [piece])
@@ -289,7 +289,7 @@ def _spread_by_relays(channel: Channel, stream: Stream, result: np.ndarray, root
     # Each relay passes on an equal piece, so that the root sends everything only once.
     dtype = stream.dtype
     chunk = channel.slot_bytes // dtype.itemsize
-    relays = channel.others(root)
+    relays = channel.other_members(root)
 
     def block(start: int, end: int) -> tuple[list[Round], Round]:
         spans = [(start, start)] * channel.size
@@ -342,7 +342,7 @@ def all_to_all(channel: Channel, rows: np.ndarray, result: np.ndarray) -> Rounds
     result[rank] = rows[rank]
     for start, end in _chunks(length, channel.slot_bytes // rows.dtype.itemsize // size):
         spans = [(member * length + start, member * length + end) for member in members]
-        senders = channel.others(rank)
+        senders = channel.other_members(rank)
         targets = {member: result[member, start:end] for member in senders}
         yield Round(rows.dtype, spans, members, source, targets=targets)
 
