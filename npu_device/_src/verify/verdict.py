@@ -306,10 +306,8 @@ def _table(run: ComparedRun) -> list[str]:
 
 def _cell(run: ComparedRun, step: ComparedStep, quantity: str) -> str:
     """Return the largest deviation of a quantity in a step, as a cell of the table."""
-    errors = []
-    for deviation in run.deviations:
-        if deviation.step == step.number and deviation.quantity == quantity:
-            errors.append(deviation.relative_error)
-    if not errors:
+    deviations = run.deviations_in(step.number, quantity)
+    if not deviations:
         return f"{'same':>12}"
-    return f"{f'off {max(errors):.0e}':>12}"
+    error = max(deviation.relative_error for deviation in deviations)
+    return f"{f'off {error:.0e}':>12}"
