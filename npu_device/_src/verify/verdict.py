@@ -90,13 +90,16 @@ def judge(runs: Sequence[Sequence[PlannedProcess]]) -> Verdict:
             continue
         unfinished = {}
         if records[0].uses_horovod:
-            # Other notes are on what is compared with one process.
+            # Other notes are on what is compared with one process, for which the average of the ranks stands here.
             notes = [_HOROVOD]
-            run = _run_with_horovod(records)
+            records = compare.aligned(records)
+            single = perturbed = compare.average_of(records)
         else:
-            run = _run_with_single(single, perturbed, records)
             unfinished = _missed_by_ranks(single, records)
             missed += unfinished
+        # Only steps that all have made are compared; the others are listed.
+        common, common_perturbed, *ranks = compare.aligned([single, perturbed, *records])
+        run = ComparedRun(common, common_perturbed, ranks)
         cause, explanation = causes.cause_of(run)
         notes += _notes_of_run(run, cause)
         verdict.table += _table(run)
@@ -127,19 +130,6 @@ def judge(runs: Sequence[Sequence[PlannedProcess]]) -> Verdict:
     verdict.notes = list(dict.fromkeys(notes))
     verdict.missed = list(dict.fromkeys(missed))
     return verdict
-
-
-def _run_with_single(single: Record, perturbed: Record, records: Sequence[Record]) -> ComparedRun:
-    # Only steps that all have made are compared; the others are listed.
-    common, common_perturbed, *ranks = compare.aligned([single, perturbed, *records])
-    return ComparedRun(common, common_perturbed, ranks)
-
-
-def _run_with_horovod(records: Sequence[Record]) -> ComparedRun:
-    # There is no single process to compare with: the average of the ranks stands for it.
-    ranks = compare.aligned(records)
-    average = compare.average_of(ranks)
-    return ComparedRun(average, average, ranks)
 
 
 def _verdict_on(run: ComparedRun, cause: str, explanation: str, table: list[str]) -> Verdict:
