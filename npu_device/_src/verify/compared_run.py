@@ -96,23 +96,24 @@ class ComparedRun:
     Args:
         single: the single process; what stands for it if the script uses Horovod's names.
         perturbed: the same with inputs that differ in the last bit.
-        ranks: the ranks' records. All have the same steps (``compare.aligned``).
+        ranks: the ranks' records.
     """
 
     def __init__(self, single: Record, perturbed: Record, ranks: Sequence[Record]) -> None:
-        self.single = single
-        self.ranks = ranks
+        # Only steps that all have made are compared.
+        records = compare.aligned([single, perturbed, *ranks])
+        self.single = records[0]
+        self.ranks = records[2:]
         self.size = len(ranks)
         self.steps: list[ComparedStep] = []
-        records = [single, perturbed, *ranks]
         steps_of_all = zip(*(record.steps for record in records))
         for step_number, (single_step, perturbed_step, *on_ranks) in enumerate(
             steps_of_all, start=1
         ):
             self.steps.append(ComparedStep(step_number, single_step, perturbed_step, on_ranks))
         self.deviations: list[Deviation] = []
-        for rank, record in enumerate(ranks):
-            for deviation in compare.compare(single, perturbed, record):
+        for rank, record in enumerate(self.ranks):
+            for deviation in compare.compare(*records[:2], record):
                 # Variables that no optimizer trains may deviate on any rank. For gradients and updates,
                 # rank 0 is enough: differences between ranks have causes of their own.
                 if rank == 0 or deviation.quantity == STATE:

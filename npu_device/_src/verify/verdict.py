@@ -92,14 +92,11 @@ def judge(runs: Sequence[Sequence[PlannedProcess]]) -> Verdict:
         if records[0].uses_horovod:
             # Other notes are on what is compared with one process, for which the average of the ranks stands here.
             notes = [_HOROVOD]
-            records = compare.aligned(records)
             single = perturbed = compare.average_of(records)
         else:
             unfinished = _missed_by_ranks(single, records)
             missed += unfinished
-        # Only steps that all have made are compared; the others are listed.
-        common, common_perturbed, *ranks = compare.aligned([single, perturbed, *records])
-        run = ComparedRun(common, common_perturbed, ranks)
+        run = ComparedRun(single, perturbed, records)
         cause, explanation = causes.cause_of(run)
         notes += _notes_of_run(run, cause)
         verdict.table += _table(run)
