@@ -113,7 +113,7 @@ class ComparedRun:
             self.steps.append(ComparedStep(step_number, single_step, perturbed_step, on_ranks))
         self.deviations: list[Deviation] = []
         for rank, record in enumerate(self.ranks):
-            for deviation in compare.compare(*records[:2], record):
+            for deviation in compare.compare(records[0], records[1], record):
                 # Variables that no optimizer trains may deviate on any rank. For gradients and updates,
                 # rank 0 is enough: differences between ranks have causes of their own.
                 if rank == 0 or deviation.quantity == STATE:
