@@ -357,7 +357,7 @@ def nothing_is_left() -> Iterator[None]:
     assert not left, "the test leaves\n" + "\n".join(left)
 
 
-def _kept_for_other_tests() -> tuple[set[int], set[int]]:
+def _kept_for_other_tests() -> set[str]:
     """Return the descriptors and the children of the pools and of the processes that fork."""
     servers = list(forked._servers.values())
     pipes = {
@@ -367,10 +367,12 @@ def _kept_for_other_tests() -> tuple[set[int], set[int]]:
         if pipe is not None
     }
     of_pools = {process.pid for pool in run.pools() for process in pool.processes}
-    return (
-        pipes.union(*map(_connections, run.pools())),
-        of_pools.union(server.pid for server in servers),
-    )
+    descriptors = pipes.union(*map(_connections, run.pools()))
+    processes = of_pools.union(server.pid for server in servers)
+    return {
+        *(f"descriptor {descriptor}" for descriptor in descriptors),
+        *(f"process {pid}" for pid in processes),
+    }
 
 
 def _connections(pool: PlainPool) -> list[int]:

@@ -31,7 +31,7 @@ def call(body: Callable[..., Any], arguments: tuple[Any, ...]) -> Checked:
     return Checked(
         value,
         warnings,
-        leaks.held().beyond(before, _idle_connections()),
+        leaks.added(before, _idle_connections()),
         time.process_time() - began,
     )
 
@@ -48,13 +48,15 @@ def _forget_graphs() -> None:
     gc.collect()
 
 
-def _idle_connections() -> set[int]:
+def _idle_connections() -> set[str]:
     """Return the descriptors of the few connections that sends and receives keep, each for its last tags."""
     from npu_device._src.collectives.job import current
 
     job = current()
     pairs = list(job.engines.pairs.queues.values()) if job is not None else []
-    return {connection.fileno() for calls in pairs for connection in calls.idle.values()}
+    return {
+        f"descriptor {connection.fileno()}" for calls in pairs for connection in calls.idle.values()
+    }
 
 
 def prepare() -> None:

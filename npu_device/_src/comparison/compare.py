@@ -165,7 +165,7 @@ def average_of(ranks: Sequence[Record]) -> Record:
     that each has computed.
     """
     steps = []
-    for steps_of_ranks in zip(*(record.steps for record in ranks)):
+    for steps_of_ranks in zip(*(record.steps for record in aligned(ranks))):
         step = steps_of_ranks[0]
         computed = [step.tape_gradients.get(step.trained) for step in steps_of_ranks]
         gradients = [array for array in computed if array is not None]

@@ -40,7 +40,7 @@ class Guard(NamedTuple):
     others_wait: bool
 
 
-class Port(Script):
+class Port(Script, cst.CSTTransformer):
     """A script with edits, which ``apply`` makes all at once; libcst.ParserSyntaxError if it isn't Python 3.
 
     Attributes:
@@ -51,6 +51,7 @@ class Port(Script):
 
     def __init__(self, code: str) -> None:
         super().__init__(code)
+        cst.CSTTransformer.__init__(self)
         self.findings: list[Finding] = []
         self.imports: list[str] = []
         self.opened_after: list = []
@@ -60,6 +61,7 @@ class Port(Script):
         self._replaced: dict[Any, str] = {}
         # What stands for an expression in new code, and the name that takes its place.
         self._moved: dict[Any, tuple[str, str]] = {}
+        self._text_by_mark: dict[str, str] = {}
         self._guards: dict[Any, Guard] = {}
 
     def report(self, kind: str, rule: str, node: Any, text: str = "") -> None:
@@ -137,25 +139,11 @@ class Port(Script):
     def apply(self) -> str:
         """Return the ported source."""
         # A statement with lines around it isn't guarded: the lines may use what it assigns.
-        with_lines = {statement for statement, _ in self._inserted}
-        guards = {}
-        for statement, guard in self._guards.items():
-            if statement not in with_lines:
-                guards[statement] = guard
-        changer = _Changer(self._inserted, self._replaced, self._moved, guards)
-        return str(self.module.visit(changer).code)
+        for statement, _ in self._inserted:
+            self._guards.pop(statement, None)
+        return str(self.module.visit(self).code)
 
-
-class _Changer(cst.CSTTransformer):
-    """Makes the edits while it leaves the nodes, from the inside."""
-
-    def __init__(self, inserted: Any, replaced: Any, moved: Any, guards: dict[Any, Guard]) -> None:
-        super().__init__()
-        self._inserted = inserted
-        self._replaced = replaced
-        self._moved = moved
-        self._guards = guards
-        self._text_by_mark: dict[str, str] = {}
+    # Edits, made while the nodes are left, from the inside
 
     def on_leave(self, original: Any, updated: Any) -> Any:
         updated = super().on_leave(original, updated)

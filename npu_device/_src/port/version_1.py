@@ -68,19 +68,13 @@ def _import_version_1(port: Port, opened: list, is_v1: bool) -> None:
     # Only a plain import may be replaced: import tensorflow as tf
     for node in plain:
         aliases = [alias for alias in node.names if dotted(alias.name) == "tensorflow"]
-        name = _local_name(aliases[0])
+        name = aliases[0].evaluated_alias or "tensorflow"
         module = "tensorflow.compat.v1"
         if name == "tensorflow":
             module = "tensorflow.compat.v1 as tensorflow"
         port.replace(node, port.text(node).replace("tensorflow", module, 1))
         port.insert(port.statement(node), f"{name}.disable_v2_behavior()", after=True)
         port.report(DONE, "TensorFlow 1", node, "imports tensorflow.compat.v1, as -c asks for")
-
-
-def _local_name(alias: Any) -> str:
-    if alias.asname:
-        return dotted(alias.asname.name)
-    return dotted(alias.name)
 
 
 def _port_steps(port: Port) -> None:

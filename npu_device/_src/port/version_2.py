@@ -58,16 +58,10 @@ def _point_out_draws(port: Port) -> None:
     for call in port.calls:
         if method(call) not in WORDS_BY_TOPIC["draws"]:
             continue
-        if _function_around(port, call) in ("call", "train_step"):
+        scope = port.scope(call)
+        if not isinstance(scope, cst.Module) and scope.name.value in ("call", "train_step"):
             text = "each rank draws its own numbers here, which aren't those of one process"
             port.report(NOTE, "noise", call, text)
-
-
-def _function_around(port: Port, node: Any) -> str:
-    scope = port.scope(node)
-    if isinstance(scope, cst.Module):
-        return ""
-    return str(scope.name.value)
 
 
 def _replicate(port: Port, node: Any, model: Any, after: bool = True) -> None:

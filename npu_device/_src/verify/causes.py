@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Callable, Optional
+from typing import Callable, Union
 
 from npu_device._src.comparison import topics
 from npu_device._src.comparison.compare import GRADIENT, STATE, UPDATE, Record
@@ -26,17 +26,17 @@ FEWER_STEPS = (
     "fewer steps"  # recognized by ``verdict.py``, since a run has only the steps that all have made
 )
 
-Where = Optional[str]
-"""The place of a cause in the script; "" if there is none to name, None if the run doesn't show the cause."""
+Where = Union[str, bool, None]
+"""The place of a cause in the script; True if there is none to name, and False, None or "" if the run doesn't show the
+cause.
+"""
 
 Cause = Callable[[ComparedRun], Where]
 
 
 def no_call(run: ComparedRun) -> Where:
     """Recognize ranks that haven't joined a job."""
-    if all(record.joined for record in run.ranks):
-        return None
-    return ""
+    return not all(record.joined for record in run.ranks)
 
 
 def other_variables(run: ComparedRun) -> Where:
@@ -64,16 +64,12 @@ def adapted_to_a_part(run: ComparedRun) -> Where:
     return _call_with_different_outcomes(topics.ADAPTED, [run.single, *run.ranks])
 
 
-def divided_without_seed(run: ComparedRun) -> Where:
-    """Return the shuffle that has no seed, and comes before the data is divided."""
-    # No numbers show it, since verify doesn't shuffle.
-    return run.line_in_script(topics.UNSEEDED)
-
-
 def different_seeds(run: ComparedRun) -> Where:
-    """Return the shuffle that has a different seed on each rank."""
-    if not run.different_samples():
-        return None
+    """Return the shuffle that has no seed, and comes before the data is divided, or a different seed on each rank."""
+    # No numbers show the first, since verify doesn't shuffle.
+    unseeded = run.line_in_script(topics.UNSEEDED)
+    if unseeded or not run.different_samples():
+        return unseeded
     return _call_with_different_outcomes(topics.SHUFFLE, run.ranks)
 
 
@@ -89,9 +85,7 @@ def different_starts(run: ComparedRun) -> Where:
 def state_before_the_first_step(run: ComparedRun) -> Where:
     """Return the variables that no rank has as one process when an optimizer makes its first step."""
     step = run.different_start()
-    if step is None:
-        return None
-    return first_names(step.moved_variables()) or None
+    return step is not None and first_names(step.moved_variables())
 
 
 def discarded_result(run: ComparedRun) -> Where:
@@ -113,9 +107,7 @@ def only_loss_reduced(run: ComparedRun) -> Where:
 
 def not_reduced(run: ComparedRun) -> Where:
     """Return the phase in which each rank applies its own gradients."""
-    if run.applied_apart():
-        return run.phase
-    return None
+    return run.applied_apart() and run.phase
 
 
 def updates_differ(run: ComparedRun) -> Where:
@@ -125,9 +117,7 @@ def updates_differ(run: ComparedRun) -> Where:
     steps = [run.step]
     if successor is not None:
         steps.append(run.steps[successor])
-    if any(step.ranks_differ("weights") for step in steps):
-        return run.phase
-    return None
+    return any(step.ranks_differ("weights") for step in steps) and run.phase
 
 
 def not_repeatable(run: ComparedRun) -> Where:
@@ -137,16 +127,12 @@ def not_repeatable(run: ComparedRun) -> Where:
 
 def same_samples(run: ComparedRun) -> Where:
     """Recognize ranks that all read the same samples, unlike one process."""
-    if run.different_samples() and run.read_same_samples():
-        return ""
-    return None
+    return bool(run.different_samples()) and run.read_same_samples()
 
 
 def random_with_samples(run: ComparedRun) -> Where:
     """Return the call that draws random numbers in a step whose samples differ."""
-    if run.different_samples():
-        return run.line(topics.RANDOM)
-    return None
+    return bool(run.different_samples()) and run.line(topics.RANDOM)
 
 
 def different_samples(run: ComparedRun) -> Where:
@@ -157,47 +143,35 @@ def different_samples(run: ComparedRun) -> Where:
 def normalized_alone(run: ComparedRun) -> Where:
     """Return the synchronized layer that normalizes by the samples of one rank."""
     # With equal gradients, the layer has made no difference.
-    if run.first_deviations():
-        return run.line(topics.NORMALIZES_ALONE)
-    return None
+    return run.gradients_deviate and run.line(topics.NORMALIZES_ALONE)
 
 
 def clipped_before_reduction(run: ComparedRun) -> Where:
     """Return the call that clips gradients before they are reduced, if they aren't a multiple."""
     # A multiple has a cause of its own.
-    if run.first_deviations() and not run.ratio():
-        return run.clipped()
-    return None
+    return run.gradients_deviate and not run.ratio() and run.clipped()
 
 
 def loss_per_sample_added(run: ComparedRun) -> Where:
     """Return the call of ``add_loss`` with one value per sample, where gradients are too small."""
-    if run.is_ratio(1 / run.size):
-        return run.line(topics.ADD_LOSS)
-    return None
+    return run.is_ratio(1 / run.size) and run.line(topics.ADD_LOSS)
 
 
 def global_batch_size(run: ComparedRun) -> Where:
     """Return the call that divides by the global batch size, where gradients are too small."""
-    if run.is_ratio(1 / run.size):
-        return run.line(topics.AVERAGE_LOSS)
-    return None
+    return run.is_ratio(1 / run.size) and run.line(topics.AVERAGE_LOSS)
 
 
 def sum_averaged(run: ComparedRun) -> Where:
     """Recognize gradients that are too small by the number of ranks."""
     # This cause comes after the causes that have the same ratio and a line to name.
-    if run.is_ratio(1 / run.size):
-        return ""
-    return None
+    return run.is_ratio(1 / run.size)
 
 
 def mean_summed(run: ComparedRun) -> Where:
     """Return the reduction after which gradients are too large by the number of ranks."""
-    if not run.is_ratio(run.size):
-        return None
     # A wrapped optimizer reduces without a call of the script.
-    return run.line(topics.ALL_REDUCE) or "by an optimizer"
+    return run.is_ratio(run.size) and (run.line(topics.ALL_REDUCE) or "by an optimizer")
 
 
 def state_in_the_step(run: ComparedRun) -> Where:
@@ -209,40 +183,32 @@ def state_in_the_step(run: ComparedRun) -> Where:
     for deviation in run.deviations:
         if deviation.quantity == STATE and deviation.step <= run.first_number:
             deviating.append(deviation.variable)
-    return first_names(list(dict.fromkeys(deviating))) or None
+    return first_names(list(dict.fromkeys(deviating)))
 
 
 def scaled_rate(run: ComparedRun) -> Where:
     """Recognize updates by the same gradients that are too large by the number of ranks."""
-    if not run.first_deviations() and run.is_ratio(run.size, UPDATE):
-        return ""
-    return None
+    return not run.gradients_deviate and run.is_ratio(run.size, UPDATE)
 
 
 def multiplied_updates(run: ComparedRun) -> Where:
     """Recognize updates by the same gradients that are all the same multiple."""
-    if not run.first_deviations() and run.ratio(UPDATE):
-        return ""
-    return None
+    return not run.gradients_deviate and bool(run.ratio(UPDATE))
 
 
 def different_updates(run: ComparedRun) -> Where:
     """Return the variables that the same gradients update differently."""
-    if run.first_deviations():
-        return None
-    return run.described(UPDATE) or None
+    return not run.gradients_deviate and run.described(UPDATE)
 
 
 def random_in_the_step(run: ComparedRun) -> Where:
     """Return the call that draws random numbers in a step whose gradients deviate."""
-    if run.first_deviations():
-        return run.line(topics.RANDOM)
-    return None
+    return run.gradients_deviate and run.line(topics.RANDOM)
 
 
 def different_gradients(run: ComparedRun) -> Where:
     """Return the variables whose gradients deviate."""
-    return run.described(GRADIENT) or None
+    return run.described(GRADIENT)
 
 
 def metric_of_sums(run: ComparedRun) -> Where:
@@ -257,16 +223,12 @@ def different_logs(run: ComparedRun) -> Where:
 
 def horovod_not_reduced(run: ComparedRun) -> Where:
     """Recognize ranks that apply their own gradients instead of their average."""
-    if run.applied_apart() and run.first_deviations():
-        return ""
-    return None
+    return run.applied_apart() and run.gradients_deviate
 
 
 def horovod_different_variables(run: ComparedRun) -> Where:
     """Recognize ranks with different variables after the first step, after which they may still be sent."""
-    if any(step.ranks_differ("weights") for step in run.steps[1:2]):
-        return ""
-    return None
+    return any(step.ranks_differ("weights") for step in run.steps[1:2])
 
 
 def _call_with_different_outcomes(topic: str, records: Sequence[Record]) -> str | None:
@@ -281,7 +243,6 @@ CAUSES: tuple[tuple[str, Cause], ...] = (
     (NO_CALL, no_call),
     ("other variables", other_variables),
     ("adapt saw part of the data", adapted_to_a_part),
-    ("shuffle seed differs per rank", divided_without_seed),
     ("shuffle seed differs per rank", different_seeds),
     ("different starts", different_starts),
     ("state in the step", state_before_the_first_step),
@@ -328,8 +289,8 @@ def cause_of(run: ComparedRun) -> tuple[str, str]:
         causes = CAUSES_WITH_HOROVOD
     for name, cause in causes:
         where = cause(run)
-        if where is not None:
-            return name, text_of(name, run, where)
+        if where:
+            return name, text_of(name, run, str(where))
     return "", ""
 
 

@@ -96,28 +96,28 @@ class ComparedRun:
     Args:
         single: the single process; what stands for it if the script uses Horovod's names.
         perturbed: the same with inputs that differ in the last bit.
-        ranks: the ranks' records. All have the same steps (``compare.aligned``).
+        ranks: the ranks' records.
     """
 
     def __init__(self, single: Record, perturbed: Record, ranks: Sequence[Record]) -> None:
-        self.single = single
-        self.ranks = ranks
+        # Only steps that all have made are compared.
+        records = compare.aligned([single, perturbed, *ranks])
+        self.single = records[0]
+        self.ranks = records[2:]
         self.size = len(ranks)
         self.steps: list[ComparedStep] = []
-        records = [single, perturbed, *ranks]
         steps_of_all = zip(*(record.steps for record in records))
         for step_number, (single_step, perturbed_step, *on_ranks) in enumerate(
             steps_of_all, start=1
         ):
             self.steps.append(ComparedStep(step_number, single_step, perturbed_step, on_ranks))
-        self.deviations = compare.compare(single, perturbed, ranks[0])
-        for rank in ranks[1:]:
-            # Variables that no optimizer trains may deviate on any rank. For gradients and updates,
-            # rank 0 is enough: differences between ranks have causes of their own.
-            deviations = compare.compare(single, perturbed, rank)
-            self.deviations += [
-                deviation for deviation in deviations if deviation.quantity == STATE
-            ]
+        self.deviations: list[Deviation] = []
+        for rank, record in enumerate(self.ranks):
+            for deviation in compare.compare(records[0], records[1], record):
+                # Variables that no optimizer trains may deviate on any rank. For gradients and updates,
+                # rank 0 is enough: differences between ranks have causes of their own.
+                if rank == 0 or deviation.quantity == STATE:
+                    self.deviations.append(deviation)
         for step in self.steps:
             rank_apart = step.rank_with_other_variables()
             # The tensors of such a step can't be compared.
@@ -140,13 +140,22 @@ class ComparedRun:
         """Return the phase of the first step that deviates."""
         return self.step.single.phase
 
-    def first_deviations(self, quantity: str = GRADIENT) -> list[Deviation]:
-        """Return what deviates in the first step whose gradients or updates do."""
+    def deviations_in(self, step_number: int, quantity: str) -> list[Deviation]:
+        """Return the deviations of a quantity in a step."""
         deviations = []
         for deviation in self.deviations:
-            if deviation.step == self.first_number and deviation.quantity == quantity:
+            if deviation.step == step_number and deviation.quantity == quantity:
                 deviations.append(deviation)
         return deviations
+
+    def first_deviations(self, quantity: str = GRADIENT) -> list[Deviation]:
+        """Return what deviates in the first step whose gradients or updates do."""
+        return self.deviations_in(self.first_number, quantity)
+
+    @property
+    def gradients_deviate(self) -> bool:
+        """Return True if gradients deviate in that step, and not only its updates."""
+        return bool(self.first_deviations())
 
     def ratio(self, quantity: str = GRADIENT) -> float:
         """Return the multiple of the single process that all deviating tensors of the step are; 0 if they aren't."""
@@ -224,7 +233,7 @@ class ComparedRun:
         after it may follow from it.
         """
         first_deviating = 0
-        if self.first_deviations():
+        if self.gradients_deviate:
             first_deviating = self.first_number
         texts = {}
         for step in self.steps:

@@ -150,11 +150,14 @@ class Phases:
 
     def _watch(self) -> None:
         """Wait until everything is recorded, and tell the process that waits for this one."""
+        ask = self._is_as_far_as_single
+        if self._process.is_single:
+            ask = self._end_by_time
         is_enough = False
         while not is_enough:
             time.sleep(SWEEP_SECONDS)
             with self._lock:
-                is_enough = self._end_if_enough()
+                is_enough = ask()
         with self._lock:
             self._is_closed = True
             if self._process.is_single:
@@ -163,11 +166,6 @@ class Phases:
             self._record.save(self._process.folder)
         sys.stdout.flush()
         (self._process.folder / DONE).touch()
-
-    def _end_if_enough(self) -> bool:
-        if self._process.is_single:
-            return self._end_by_time()
-        return self._is_as_far_as_single()
 
     def _is_as_far_as_single(self) -> bool:
         """Return True if each optimizer has made the steps that the single process has recorded."""

@@ -43,70 +43,62 @@ class _VerifiedProcess(ForkingProcess):
         return iter(self._runs)
 
     def wait(self, running: dict[int, PlannedProcess]) -> None:
+        """Wait until each process of a run has recorded its last step or ended."""
         began = time.monotonic()
-        _wait(running, self._requested_ranks, self._single_seconds)
+        deadline = math.inf
+        # Ranks may take a multiple of the seconds of the single process.
+        if self._single_seconds:
+            deadline = began + max(_MOST_TIMES_SLOWER * self._single_seconds, RECORDS_SECONDS)
+        while not are_done(running.values()):
+            if time.monotonic() > deadline and self._give_up(running, deadline - began):
+                break
+            end = next_end(running)
+            if end is None:
+                continue
+            process, code = end
+            how = "ended before its first step"
+            if code:
+                how = f"failed with exit code {code}"
+            # By default 3 ranks are tried as well, although 3 doesn't divide every batch.
+            is_extra = process.ranks > self._requested_ranks
+            if code and is_extra and INDIVISIBLE in output_of(process):
+                break
+            if not (compare.exists(process.folder) and compare.load(process.folder).steps):
+                if not is_extra:
+                    report_problem(process, how)
+                # What ranks say for which nobody has asked must not hide what the others show.
+                _keep_failure(process, how)
+                break
+            if code:
+                _keep_failure(process, how)
+                # A rank that fails leaves the others waiting for it.
+                deadline = min(deadline, time.monotonic() + OTHERS_FAIL_SECONDS)
+            # Other processes go as far as this process, and wait for this file to know how far that is.
+            (process.folder / DONE).touch()
         # The first run is measured: one process and its twin.
         self._single_seconds = self._single_seconds or time.monotonic() - began
+
+    def _give_up(self, running: dict[int, PlannedProcess], seconds: float) -> bool:
+        """Keep what processes lack that have run too long; return False if they are to be waited for nevertheless."""
+        late = [process for process in running.values() if not (process.folder / DONE).exists()]
+        without_steps = [process for process in late if not compare.exists(process.folder)]
+        ranks = max(process.ranks for process in running.values())
+        if without_steps:
+            # Ranks for which the user has asked are waited for until ``npurun verify`` ends everything.
+            if ranks > self._requested_ranks:
+                _keep_failure(without_steps[0], f"made no step within {seconds:.0f} s")
+            return ranks > self._requested_ranks
+        for process in late:
+            if ranks == self._requested_ranks:
+                _keep_failure(process, f"made no further step within {seconds:.0f} s")
+            # The single process whose twin has failed: ranks look for this file to know how far it is.
+            (process.folder / DONE).touch()
+        return True
 
     def recorder(self) -> Any:
         from npu_device._src.verify.step_recorder import StepRecorder
 
         return StepRecorder(self.current, SEED)
-
-
-def _wait(running: dict[int, PlannedProcess], requested_ranks: int, single_seconds: float) -> None:
-    """Wait until each process of a run has recorded its last step or ended.
-
-    Ranks may take a multiple of the seconds of the single process; 0 for no limit.
-    """
-    began = time.monotonic()
-    deadline = math.inf
-    if single_seconds:
-        deadline = began + max(_MOST_TIMES_SLOWER * single_seconds, RECORDS_SECONDS)
-    while not are_done(running.values()):
-        if time.monotonic() > deadline and _give_up(running, requested_ranks, deadline - began):
-            break
-        end = next_end(running)
-        if end is None:
-            continue
-        process, code = end
-        how = "ended before its first step"
-        if code:
-            how = f"failed with exit code {code}"
-        # By default 3 ranks are tried as well, although 3 doesn't divide every batch.
-        is_extra = process.ranks > requested_ranks
-        if code and is_extra and INDIVISIBLE in output_of(process):
-            break
-        if not (compare.exists(process.folder) and compare.load(process.folder).steps):
-            if not is_extra:
-                report_problem(process, how)
-            # What ranks say for which nobody has asked must not hide what the others show.
-            _keep_failure(process, how)
-            break
-        if code:
-            _keep_failure(process, how)
-            # A rank that fails leaves the others waiting for it.
-            deadline = min(deadline, time.monotonic() + OTHERS_FAIL_SECONDS)
-        # Other processes go as far as this process, and wait for this file to know how far that is.
-        (process.folder / DONE).touch()
-
-
-def _give_up(running: dict[int, PlannedProcess], requested_ranks: int, seconds: float) -> bool:
-    """Keep what processes lack that have run too long; return False if they are to be waited for nevertheless."""
-    late = [process for process in running.values() if not (process.folder / DONE).exists()]
-    without_steps = [process for process in late if not compare.exists(process.folder)]
-    ranks = max(process.ranks for process in running.values())
-    if without_steps:
-        # Ranks for which the user has asked are waited for until ``npurun verify`` ends everything.
-        if ranks > requested_ranks:
-            _keep_failure(without_steps[0], f"made no step within {seconds:.0f} s")
-        return ranks > requested_ranks
-    for process in late:
-        if ranks == requested_ranks:
-            _keep_failure(process, f"made no further step within {seconds:.0f} s")
-        # The single process whose twin has failed: ranks look for this file to know how far it is.
-        (process.folder / DONE).touch()
-    return True
 
 
 def _keep_failure(process: PlannedProcess, how: str) -> None:

@@ -90,13 +90,13 @@ def judge(runs: Sequence[Sequence[PlannedProcess]]) -> Verdict:
             continue
         unfinished = {}
         if records[0].uses_horovod:
-            # Other notes are on what is compared with one process.
+            # Other notes are on what is compared with one process, for which the average of the ranks stands here.
             notes = [_HOROVOD]
-            run = _run_with_horovod(records)
+            single = perturbed = compare.average_of(records)
         else:
-            run = _run_with_single(single, perturbed, records)
             unfinished = _missed_by_ranks(single, records)
             missed += unfinished
+        run = ComparedRun(single, perturbed, records)
         cause, explanation = causes.cause_of(run)
         notes += _notes_of_run(run, cause)
         verdict.table += _table(run)
@@ -127,19 +127,6 @@ def judge(runs: Sequence[Sequence[PlannedProcess]]) -> Verdict:
     verdict.notes = list(dict.fromkeys(notes))
     verdict.missed = list(dict.fromkeys(missed))
     return verdict
-
-
-def _run_with_single(single: Record, perturbed: Record, records: Sequence[Record]) -> ComparedRun:
-    # Only steps that all have made are compared; the others are listed.
-    common, common_perturbed, *ranks = compare.aligned([single, perturbed, *records])
-    return ComparedRun(common, common_perturbed, ranks)
-
-
-def _run_with_horovod(records: Sequence[Record]) -> ComparedRun:
-    # There is no single process to compare with: the average of the ranks stands for it.
-    ranks = compare.aligned(records)
-    average = compare.average_of(ranks)
-    return ComparedRun(average, average, ranks)
 
 
 def _verdict_on(run: ComparedRun, cause: str, explanation: str, table: list[str]) -> Verdict:
@@ -306,10 +293,8 @@ def _table(run: ComparedRun) -> list[str]:
 
 def _cell(run: ComparedRun, step: ComparedStep, quantity: str) -> str:
     """Return the largest deviation of a quantity in a step, as a cell of the table."""
-    errors = []
-    for deviation in run.deviations:
-        if deviation.step == step.number and deviation.quantity == quantity:
-            errors.append(deviation.relative_error)
-    if not errors:
+    deviations = run.deviations_in(step.number, quantity)
+    if not deviations:
         return f"{'same':>12}"
-    return f"{f'off {max(errors):.0e}':>12}"
+    error = max(deviation.relative_error for deviation in deviations)
+    return f"{f'off {error:.0e}':>12}"
