@@ -114,23 +114,23 @@ def _encoded(tensor: tf.Tensor) -> tf.Tensor:
     return tf.io.decode_raw(tf.io.serialize_tensor(tensor), tf.uint8)
 
 
-def _decoded(own: tf.Tensor, encoded: tf.Tensor) -> tf.Tensor:
-    """Return what was sent in place of an own tensor."""
-    if _is_sent_as_it_is(own):
+def _decoded(replaced: tf.Tensor, encoded: tf.Tensor) -> tf.Tensor:
+    """Return what was sent in place of a tensor of this rank."""
+    if _is_sent_as_it_is(replaced):
         return encoded
     # No operation makes a string of numbers, so that each byte is looked up.
     characters = tf.constant([bytes([code]) for code in range(256)])
     codes = tf.cast(encoded, tf.int32)
     text = tf.strings.reduce_join(tf.gather(characters, codes))
-    return _shaped_like(own, tf.io.parse_tensor(text, own.dtype))
+    return _shaped_like(replaced, tf.io.parse_tensor(text, replaced.dtype))
 
 
-def _shaped_like(own: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
-    """Return a tensor that stands for an own one with the shape that a graph knows of that."""
+def _shaped_like(replaced: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
+    """Return a tensor with the shape that a graph knows of the one that it replaces."""
     # An eager tensor has the shape of its own batch, and that of the root may have another one.
     if tf.executing_eagerly():
         return tensor
-    return tf.ensure_shape(tensor, own.shape)
+    return tf.ensure_shape(tensor, replaced.shape)
 
 
 def value_of(variable: Any) -> tf.Tensor:

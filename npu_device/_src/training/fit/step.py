@@ -266,13 +266,13 @@ class Increments:
         value_before: Callable[[Any], tf.Tensor] = tf.convert_to_tensor,
     ) -> None:
         """Add variables, but for those that are there already, given the function for their values before the step."""
-        known = {id(variable) for group in self._groups for variable in group.variables}
+        added_before = {id(variable) for group in self._groups for variable in group.variables}
         by_dtype: dict[tf.DType, list] = {}
         for variable in variables:
-            if id(variable) not in known:
+            if id(variable) not in added_before:
                 by_dtype.setdefault(tf.as_dtype(variable.dtype), []).append(variable)
-        for dtype, new in by_dtype.items():
-            self._groups.append(_Group(dtype, factor, new, list(map(value_before, new))))
+        for dtype, added in by_dtype.items():
+            self._groups.append(_Group(dtype, factor, added, list(map(value_before, added))))
 
     def reduce(self) -> None:
         """Give each variable its value before the step plus the sum of all ranks' increments."""

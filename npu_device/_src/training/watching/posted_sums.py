@@ -147,7 +147,7 @@ class PostedSums:
         """
         calls = self._job.component_or_new(ReducedTensors).calls
         calls_before = map(self._last_word.calls_before, watched.trained)
-        return calls == 0 or all(before == calls for before in calls_before)
+        return calls == 0 or set(calls_before) <= {calls}
 
 
 def _sums(watched: WatchedOptimizer, arrays: Sequence[np.ndarray]) -> Sums:
@@ -163,8 +163,8 @@ def _distinct(sums_by_rank: SumsByRank) -> SumsByRank:
     """Return, for each rank, the sums that no other rank has."""
     distinct = []
     for rank, own_sums in enumerate(sums_by_rank):
-        others = itertools.chain(*sums_by_rank[:rank], *sums_by_rank[rank + 1 :])
-        foreign = list(map(np.array, others))
+        sums_of_others = itertools.chain(*sums_by_rank[:rank], *sums_by_rank[rank + 1 :])
+        foreign = list(map(np.array, sums_of_others))
         alone = []
         for sums in own_sums:
             if not any(_are_alike(np.array(sums), other_sums) for other_sums in foreign):

@@ -68,7 +68,7 @@ def reduce_to_owners(
     """
     stream, fold, _ = _prepared(channel, stream, result.dtype, reduction)
     edges = [*stream.starts, stream.length]
-    bounds = [edges[first] for first in firsts]
+    bounds = [edges[position] for position in firsts]
     rank = channel.rank
 
     def fold_own(span: Span, output: np.ndarray, rows: Rows) -> None:
