@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import numbers
 import os
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +24,6 @@ from npu_device._src.training.watching.session_ends import compare_at_end
 from npu_device._src.world.world import value_of
 
 _log = logging.getLogger("npu_device")
-_LOOPS = "_npu_loops"  # attribute of a graph
 _UNREDUCED = (
     "the graph of this session applies gradients of %s that were not reduced: each of the %d ranks trains a model of "
     "its own.\nLikely cause: the optimizer isn't wrapped; the result of a reduction isn't used; or only the loss is "
@@ -250,7 +250,7 @@ class SetIterationsVarHook(tf.compat.v1.train.SessionRunHook):
         self._iterations_per_loop = iterations_per_loop or 1
 
     def after_create_session(self, session: Any, coord: Any) -> None:
-        for loop in getattr(session.graph, _LOOPS, ()):
+        for loop in _loops.get(session.graph, ()):
             loop.load_iteration_per_loop_var(session, self._iterations_per_loop)
 
 
@@ -303,8 +303,8 @@ class IterationPerLoop:
                 raise self._failure
             return steps_made
 
-        # The graph keeps the loop alive, as it does the operation.
-        vars(train_op.graph).setdefault(_LOOPS, []).append(self)
+        # Loops that aren't referred to any more need no number of steps.
+        _loops.setdefault(train_op.graph, weakref.WeakSet()).add(self)
         with train_op.graph.as_default():
             [steps_made] = call_python(steps, placeholders, [tf.TensorSpec([], tf.int64)])
             # In ``steps`` the dataset around it would make another error of the failure.
@@ -323,6 +323,12 @@ class IterationPerLoop:
         """
         self._session = sess
         self._steps = _checked(iterations_per_loop)
+
+
+# Weak on both sides: a loop knows its session, which knows the graph. The operation keeps the loop alive.
+_loops: weakref.WeakKeyDictionary[tf.Graph, weakref.WeakSet[IterationPerLoop]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def set_iteration_per_loop(sess: Any, train_op: Any, iterations_per_loop: int = 1) -> Any:
