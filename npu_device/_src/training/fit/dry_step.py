@@ -45,10 +45,10 @@ class StepResults:
     # The gradients that reached the optimizers, weighted; a pair of values and indices for rows of a table.
     gradients: list
     losses: list  # losses that layers have added
-    state: list[np.ndarray]  # values of the variables that the step has changed
     # By name, the losses, and the numbers that metrics and logs are given; see ``CurrentStep.is_sum``.
-    numbers: dict[str, float]
+    numbers: dict[str, Any]
     chosen: list[np.ndarray]  # tensors that were asked for
+    state: list[np.ndarray]  # values of the variables that the step has changed
 
 
 class DryStep:
@@ -91,8 +91,7 @@ class DryStep:
     def _traced(self, own_step: Callable[[Any], Any], spec: Any) -> Any:
         def step(batch: Any, units: Any, total: Any, is_first: Any) -> Any:
             share = self._begin(batch, units, total, is_first)
-            self._note_logs(own_step(share.data))
-            return self._returned_tensors()
+            return self._returned_tensors(own_step(share.data))
 
         count = tf.TensorSpec([], tf.int32)
         flag = tf.TensorSpec([], tf.bool)
@@ -134,12 +133,6 @@ class DryStep:
         self._metric_results = note_numbers(step, self._context.objects.metrics, replaced)
         return share
 
-    @compat.do_not_convert
-    def _note_logs(self, logs: Any) -> None:
-        self.logs = logs
-        for number in tf.nest.flatten(logs):
-            self.step.register_number(LOGS, number)
-
     def title_of(self, name: str) -> str | None:
         """Return what the user calls a number that a metric or the logs get; None for a result of metrics, too."""
         number = self.step.numbers[name]
@@ -160,7 +153,8 @@ class DryStep:
         # An optimizer around another one hands its gradients on: the step may call either.
         optimizers = compat.with_inner(optimizer)
         reducers = map(reducer_of, optimizers)
-        reducer = next(filter(_is_weighted, reducers), None)
+        weighted_reducers = (candidate for candidate in reducers if isinstance(candidate, WeightedReducer))
+        reducer = next(weighted_reducers, None)
 
         def record(gradients: Any, variables: Any) -> Any:
             gradients = list(gradients)
@@ -189,8 +183,11 @@ class DryStep:
                 replaced.replace(recorded, "apply", apply)
 
     @compat.do_not_convert
-    def _returned_tensors(self) -> Any:
-        """Return the tensors of which ``StepResults`` are made, and what the ranks send."""
+    def _returned_tensors(self, logs: Any) -> Any:
+        """Return the tensors of which ``StepResults`` are made, but for the state, and what the ranks send."""
+        self.logs = logs
+        for number in tf.nest.flatten(logs):
+            self.step.register_number(LOGS, number)
         graph = self._world.graph
         flat = tf.nest.flatten(self._weighted, expand_composites=True)
         if not all(compat.is_in_graph(graph, tensor) for tensor in flat):
@@ -209,7 +206,7 @@ class DryStep:
         gradients = list(map(_without_slices, self._weighted))
         losses = list(map(tf.reduce_sum, self.losses))
         compat.without_noise(graph)
-        return gradients, losses, self._world.sent, self.numbers, self.chosen
+        return (gradients, losses, self.numbers, self.chosen), self._world.sent
 
     def state(self) -> list[np.ndarray]:
         """Return the values of the variables that the step changes."""
@@ -231,20 +228,14 @@ class DryStep:
         state_before = [compat.value_of_handle(handle) for handle in self.handles]
         counts = map(tf.constant, (part.units, part.total, part.is_first))
         try:
-            gradients, losses, sent, numbers, chosen = self._function(part.data, *counts)
+            tensors, sent = self._function(part.data, *counts)
             state = self.state()
         finally:
             # Restored also if the step fails: the model of the user must be as before.
             for handle, before in zip(self.handles, state_before):
                 tf.raw_ops.AssignVariableOp(resource=handle, value=before)
-        lists = (gradients, losses, chosen)
-        gradients, losses, chosen = tf.nest.map_structure(lambda tensor: tensor.numpy(), lists)
-        floats = {name: float(number) for name, number in numbers.items()}
-        return StepResults(gradients, losses, state, floats, chosen), sent
-
-
-def _is_weighted(reducer: Any) -> bool:
-    return isinstance(reducer, WeightedReducer)
+        arrays = tf.nest.map_structure(lambda tensor: tensor.numpy(), tensors)
+        return StepResults(*arrays, state), sent
 
 
 def _without_slices(gradient: Any) -> Any:
@@ -293,8 +284,7 @@ def _at(operation: Any) -> str:
 class _VirtualExchange:
     sent: tf.Tensor
     joins: bool  # the exchange joins what parts send; otherwise it adds that up
-    received: Any  # a variable that holds what comes of it
-    is_received: Any  # a variable, False while each part has what it has sent itself
+    received: Any  # a variable that holds what comes of it; empty while each part has what it has sent itself
 
 
 class _VirtualRanks:
@@ -310,27 +300,16 @@ class _VirtualRanks:
         self._exchanges: list[_VirtualExchange] = []
 
     def sum_over_ranks(self, tensor: tf.Tensor) -> tf.Tensor:
-        total = self._exchange(tensor, joins=False)
-        if not tensor.dtype.is_floating:
-            return total
-
-        def backward(upstream: tf.Tensor) -> list[tf.Tensor]:
-            return [self.sum_over_ranks(upstream)]
-
-        return differentiable([total], backward, [tensor])[0]
+        return self._exchange(tensor, False, self.sum_over_ranks)
 
     def gather(self, tensor: tf.Tensor, purpose: str = "") -> tf.Tensor:
-        gathered = self._exchange(tensor, joins=True)
-        if not tensor.dtype.is_floating:
-            return gathered
-
-        def backward(upstream: tf.Tensor) -> list[tf.Tensor]:
+        def own_rows(upstream: tf.Tensor) -> tf.Tensor:
             rows = tf.shape(tensor)[0]
-            end = tf.shape(gathered)[0]
+            end = tf.shape(upstream)[0]
             begin = tf.where(self.is_first, 0, end - rows)
-            return [self.sum_over_ranks(upstream)[begin : begin + rows]]
+            return self.sum_over_ranks(upstream)[begin : begin + rows]
 
-        return differentiable([gathered], backward, [tensor])[0]
+        return self._exchange(tensor, True, own_rows)
 
     def reduce(self, tensors: Sequence, options: ReductionOptions) -> list:
         if options.reduction != "sum":
@@ -340,7 +319,8 @@ class _VirtualRanks:
             for tensor in tensors
         ]
 
-    def _exchange(self, tensor: tf.Tensor, joins: bool) -> tf.Tensor:
+    def _exchange(self, tensor: tf.Tensor, joins: bool, gradient: Callable) -> tf.Tensor:
+        """Return what comes of an exchange, with its gradient as a function of that of the result."""
         tensor = tf.convert_to_tensor(tensor)
         if not compat.is_in_graph(self.graph, tensor):
             raise NotChecked("the ranks exchange values in a branch or a loop of the step")
@@ -348,16 +328,18 @@ class _VirtualRanks:
         with tf.init_scope():
             empty = np.zeros([0], tensor.dtype.as_numpy_dtype)
             received = compat.plain_variable(empty, shape=tf.TensorShape(None))
-            is_received = compat.plain_variable(False)
-        self._exchanges.append(_VirtualExchange(tensor, joins, received, is_received))
+        self._exchanges.append(_VirtualExchange(tensor, joins, received))
         exchanged = tf.cond(
-            tf.identity(is_received), lambda: tf.identity(received), lambda: tf.identity(tensor)
+            tf.size(received) > 0, lambda: tf.identity(received), lambda: tf.identity(tensor)
         )
         shape = tensor.shape
         if joins:
             shape = [None, *tensor.shape[1:]]
         exchanged.set_shape(shape)
-        return tf.stop_gradient(exchanged)
+        exchanged = tf.stop_gradient(exchanged)
+        if not tensor.dtype.is_floating:
+            return exchanged
+        return differentiable([exchanged], lambda upstream: [gradient(upstream)], [tensor])[0]
 
     @property
     def sent(self) -> list[tf.Tensor]:
@@ -366,7 +348,7 @@ class _VirtualRanks:
     def forget(self) -> None:
         """Let each part get what it has sent itself, as if it were alone."""
         for exchange in self._exchanges:
-            exchange.is_received.assign(False)
+            exchange.received.assign([])
 
     def deliver(self, sent: Sequence[Sequence]) -> bool:
         """Give the exchanges what all parts have sent; return True if nothing has changed."""
@@ -380,9 +362,7 @@ class _VirtualRanks:
                 continue
             else:
                 received = sum(arrays[1:], arrays[0])
-            is_old = np.array_equal(exchange.received.numpy(), received)
-            if not (exchange.is_received and is_old):
+            if not np.array_equal(exchange.received.numpy(), received):
                 is_settled = False
                 exchange.received.assign(received)
-                exchange.is_received.assign(True)
         return is_settled
