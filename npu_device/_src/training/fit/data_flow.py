@@ -81,8 +81,7 @@ class DataFlow:
     def decisions(self) -> Iterator[TensorList]:
         """Yield tensors of this graph by which its branches and loops, and those inside them, decide."""
         for call in self._calls.values():
-            if not call.is_function:
-                yield call.deciding_tensors()
+            yield call.deciding_tensors()
         yield from self._from_inside(DataFlow.decisions)
 
     def assignments(self) -> Iterator[TensorList]:
