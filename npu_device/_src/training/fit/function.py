@@ -173,7 +173,10 @@ class Function(StepContext):
             self._state.root_rank = 0
         # Building may have added layers and variables.
         self.known_objects = objects_of(self.model)
-        rows = self._rows_of_first(pulled)
+        # Of own data, each rank knows the number of its own samples only.
+        rows = None
+        if pulled and not self.has_own_data:
+            rows = int(rows_of(pulled[0]))
         self._compare_first_batches(pulled, rows or 0)
         if is_training and pulled:
             if not self._outcome_of_check:
@@ -184,14 +187,6 @@ class Function(StepContext):
         if is_iterator:
             return sources.with_put_back(batches, pulled)
         return batches
-
-    def _rows_of_first(self, pulled: list) -> int | None:
-        """Return the number of samples in the first batch; None of own data, of which each rank knows its own."""
-        if self.has_own_data:
-            return None
-        if not pulled:
-            return 0
-        return int(rows_of(pulled[0]))
 
     def _compare_first_batches(self, pulled: list, rows: int) -> None:
         """Compare the batches of all ranks; if they should be the same and aren't, rank 0 sends its own."""
