@@ -153,7 +153,9 @@ class DryStep:
         # An optimizer around another one hands its gradients on: the step may call either.
         optimizers = compat.with_inner(optimizer)
         reducers = map(reducer_of, optimizers)
-        weighted_reducers = (candidate for candidate in reducers if isinstance(candidate, WeightedReducer))
+        weighted_reducers = (
+            candidate for candidate in reducers if isinstance(candidate, WeightedReducer)
+        )
         reducer = next(weighted_reducers, None)
 
         def record(gradients: Any, variables: Any) -> Any:
