@@ -55,7 +55,7 @@ class DryStep:
     """A train step, traced once, that runs on parts of a batch and leaves nothing behind."""
 
     def __init__(
-        self, context: StepContext, spec: Any, choose: Callable[[Any], list] | None = None
+        self, context: StepContext, spec: Any, choose: Callable[[Any], list] = lambda graph: []
     ) -> None:
         """Trace the step of a built model; ``choose`` returns tensors of the graph whose values are wanted, too."""
         self._context = context
@@ -145,8 +145,10 @@ class DryStep:
         results = set(map(id, self._metric_results))
         if any(id(tensor) in results for tensor in compat.tensors_behind([self.numbers[name]])):
             return None
-        keys = [key for key, log in self.logs.items() if log is number]
-        return next((f"the log {key!r}" for key in keys), None)
+        for key, log in self.logs.items():
+            if log is number:
+                return f"the log {key!r}"
+        return None
 
     def _record(self, optimizer: Any, replaced: Replaced) -> None:
         """Take the gradients that an optimizer would apply."""
@@ -158,12 +160,12 @@ class DryStep:
         )
         reducer = next(weighted_reducers, None)
 
-        def record(gradients: Any, variables: Any) -> Any:
-            gradients = list(gradients)
-            weighted = gradients
+        def apply_gradients(original: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
+            pairs = list(grads_and_vars)
+            weighted = [gradient for gradient, _ in pairs]
             if reducer is not None:
-                weighted = reducer.weighted_contributions(gradients, self.step, optimizer)
-            for variable, gradient, weighted_gradient in zip(variables, gradients, weighted):
+                weighted = reducer.weighted_contributions(weighted, self.step, optimizer)
+            for (gradient, variable), weighted_gradient in zip(pairs, weighted):
                 if gradient is not None:
                     self.variables.append(variable)
                     self.gradients.append(gradient)
@@ -172,12 +174,8 @@ class DryStep:
             return optimizer.iterations
 
         def apply(original: Any, grads: Any, trainable_variables: Any = None) -> Any:
-            return record(grads, compat.variables_to_update(optimizer, trainable_variables))
-
-        def apply_gradients(original: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
-            pairs = list(grads_and_vars)
-            gradients = [gradient for gradient, _ in pairs]
-            return record(gradients, [variable for _, variable in pairs])
+            variables = compat.variables_to_update(optimizer, trainable_variables)
+            return apply_gradients(original, zip(grads, variables))
 
         for recorded in optimizers:
             replaced.replace(recorded, "apply_gradients", apply_gradients)
@@ -198,8 +196,7 @@ class DryStep:
         with contextlib.suppress(AttributeError, ValueError):
             losses = self._context.model.losses
             self.losses += [loss for loss in losses if compat.is_in_graph(graph, loss)]
-        if self._choose is not None:
-            self.chosen = self._choose(graph)
+        self.chosen = self._choose(graph)
         for name, number in self.step.numbers.items():
             if _is_number(number):
                 tensor = tf.convert_to_tensor(number)
@@ -248,10 +245,8 @@ def _without_slices(gradient: Any) -> Any:
 
 
 def _is_number(number: Any) -> bool:
-    if isinstance(number, (tf.RaggedTensor, tf.SparseTensor, tf.IndexedSlices, bool)):
-        return False
     if not tf.is_tensor(number):
-        return isinstance(number, (int, float))
+        return isinstance(number, (int, float)) and not isinstance(number, bool)
     return number.shape.rank == 0 and (number.dtype.is_floating or number.dtype.is_integer)
 
 
