@@ -144,7 +144,7 @@ def with_tag(tag: Any, batch: Any) -> Any:
     ranks that take their rows from the same batch; 0 for ``divided``, whose ranks read different ones.
     """
     if not isinstance(batch, (tuple, list)):
-        return {ROWS: tag, "x": batch}
+        batch = [batch]
     x, *targets = batch
     tagged = {ROWS: tag, "x": x}
     if not targets:
@@ -341,7 +341,7 @@ def pipeline(
         raise ValueError(f"the batch of a pipeline must have 1 sample or more; found {size}")
     call = map
     if seed is not None:
-        call = functools.partial(_call_with_seed, map)
+        call = partial(_call_with_seed, map)
         # The stateless operations of TensorFlow take two numbers as a seed.
         numbers = tf.data.Dataset.random(seed, rerandomize_each_iteration=True)
         seeds = numbers.batch(2, drop_remainder=True)
@@ -353,7 +353,7 @@ def pipeline(
         return mapped.batch(size, drop_remainder).prefetch(tf.data.AUTOTUNE)
     begin, end = _rows_of_rank(world, size)
     windows = _in_source_order(source).window(size, drop_remainder=drop_remainder)
-    tagged_rows = windows.flat_map(_cut(begin, end))
+    tagged_rows = windows.flat_map(partial(_tagged_rows, begin, end))
     _require_pure(call, tagged_rows.element_spec[1])
     _require_same(world, source)
     mapped = tagged_rows.map(lambda tag, fields: (tag, call(*fields)), num_parallel_calls)
@@ -384,25 +384,21 @@ def _in_source_order(source: tf.data.Dataset) -> tf.data.Dataset:
     return source.with_options(options)
 
 
-def _cut(begin: int, end: int) -> Callable[..., tf.data.Dataset]:
-    """Return what makes, of the elements of a batch, a dataset of the elements of one rank with their tags."""
+def _tagged_rows(begin: int, end: int, *window: Any) -> tf.data.Dataset:
+    """Return, of the elements of a batch, a dataset of the elements of one rank with their tags."""
     # A tag has two numbers: 1 for a row that counts, 0 for the one row of a rank that would have none; and the checksum
     # of the batch's first element. All batches but the last have the same number of rows on a rank: they can be batched
     # again.
-
-    def cut(*window: Any) -> tf.data.Dataset:
-        # Elements come as a dataset of each field, and are tuples of their fields from here on.
-        samples = tf.data.Dataset.zip(window)
-        total = samples.cardinality()
-        row_count = tf.clip_by_value(total - begin, 0, end - begin)
-        checksum = checksum_of(samples.take(1).get_single_element())
-        tag = tf.stack([tf.cast(row_count > 0, tf.int64), checksum])
-        skipped = tf.minimum(tf.constant(begin, tf.int64), total - 1)
-        own_samples = samples.skip(skipped).take(tf.maximum(row_count, 1))
-        tags = tf.data.Dataset.from_tensors(tag).repeat()
-        return tf.data.Dataset.zip((tags, own_samples))
-
-    return cut
+    # Elements come as a dataset of each field, and are tuples of their fields from here on.
+    samples = tf.data.Dataset.zip(window)
+    total = samples.cardinality()
+    row_count = tf.clip_by_value(total - begin, 0, end - begin)
+    checksum = checksum_of(samples.take(1).get_single_element())
+    tag = tf.stack([tf.cast(row_count > 0, tf.int64), checksum])
+    skipped = tf.minimum(tf.constant(begin, tf.int64), total - 1)
+    own_samples = samples.skip(skipped).take(tf.maximum(row_count, 1))
+    tags = tf.data.Dataset.from_tensors(tag).repeat()
+    return tf.data.Dataset.zip((tags, own_samples))
 
 
 def _with_common_tag(tags: tf.Tensor, rows: Any) -> Any:
