@@ -101,9 +101,7 @@ class _Reasons:
         # The unknown dimension in a step is the number of samples.
         if not shape.is_fully_defined() or self._rows & set(shape.as_list()):
             return True
-        if not operation.inputs:
-            return False
-        return self._flow.reach([operation.inputs[0]]).has_samples
+        return self._flow.reach(operation.inputs[:1]).has_samples
 
     def _is_for_whole_batch(self, operation: tf.Operation) -> bool:
         """Return True for a number, for what is drawn for a variable, and for what is repeated for each sample."""

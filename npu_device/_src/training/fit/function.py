@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Callable, Optional
+from typing import Any, Callable
 
 from npu_device._src import compat, environment
 from npu_device._src.collectives.engine_text import say
@@ -81,9 +81,9 @@ class Function(StepContext):
         self._is_built = False
         self._outcome_of_check = ""  # of the first-step check, in words; "" before it
         self._has_drawn = False
-        self._input_wait: Optional[sources.InputWait] = None
-        if mode == "train" and self.world.is_main:
-            self._input_wait = sources.InputWait()
+        self._input_wait = sources.InputWait()
+        # Only rank 0 says how long it waits, and only in training.
+        self._input_wait.is_over = mode != "train" or not self.world.is_main
 
     def __call__(self, batches: Any) -> Any:
         """Run a step, or several; Keras calls this with an iterator, or (to predict, in Keras 3) with a list."""
@@ -91,7 +91,7 @@ class Function(StepContext):
             self.is_first_call = False
             batches = self._start(batches)
         # In a running training, one comparison leads to Keras's own function.
-        if self._input_wait is None or self._input_wait.is_over:
+        if self._input_wait.is_over:
             return self._keras_function(batches)
         steps = compat.steps_per_call(self.model)
         return self._input_wait.call(self._keras_function, batches, steps, self.has_own_data)
