@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -122,7 +123,7 @@ class DataFlow:
 
     def _inner_flows(self) -> Iterator[tuple[_Call, DataFlow]]:
         for call in self._calls.values():
-            for inner in call.flows():
+            for inner in call.flows:
                 yield call, inner
 
 
@@ -131,13 +132,9 @@ class _Call:
 
     def __init__(self, operation: tf.Operation, functions: dict[str, list]) -> None:
         self._operation = operation
-        self._flows = {name: list(map(DataFlow, graphs)) for name, graphs in functions.items()}
+        self.flows = list(map(DataFlow, itertools.chain(*functions.values())))
         self.is_function = "f" in functions
         self._is_loop = "cond" in functions
-
-    def flows(self) -> Iterator[DataFlow]:
-        for flows in self._flows.values():
-            yield from flows
 
     def sources(self, output: int) -> TensorList:
         """Return the tensors around the operation on which one of its outputs depends."""
@@ -145,7 +142,7 @@ class _Call:
             # The outputs of a loop are its variables, one for each input.
             return self.arguments({output})
         inputs = set()
-        for flow in self.flows():
+        for flow in self.flows:
             inputs |= flow.reach([flow.graph.outputs[output]]).inputs
         return [*self.deciding_tensors(), *self.arguments(inputs)]
 
@@ -176,8 +173,7 @@ class _Call:
 
     def _loop_variables_behind(self, variables: set[int]) -> set[int]:
         """Return on which of the variables of a loop its number of rounds, and those given, depend."""
-        [condition] = self._flows["cond"]
-        [body] = self._flows["body"]
+        [condition, body] = self.flows
         reached = variables | condition.reach(condition.graph.outputs).inputs
         # A variable of the loop may depend on another one only after several rounds.
         while True:

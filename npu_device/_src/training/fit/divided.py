@@ -95,14 +95,11 @@ def with_equal_length(world: World, own_data: OwnData) -> tf.data.Dataset:
         length = _count(world, dataset)
     lengths = world.objects(length, "length of divided data")
 
-    def counting(*batch: Any, counts: bool = True) -> Any:
-        row_count = 0
-        if counts:
-            row_count = rows_of(batch)
-        tag = tf.stack([tf.cast(row_count, tf.int64), 0])
-        return with_tag(tag, batch)
+    def tagged(factor: int, *batch: Any) -> Any:
+        row_count = tf.cast(rows_of(batch) * factor, tf.int64)
+        return with_tag(tf.stack([row_count, 0]), batch)
 
-    counted = dataset.map(counting)
+    counted = dataset.map(partial(tagged, 1))
     # Keras stops after ``steps_per_epoch``, which all ranks are given.
     if any(length == tf.data.INFINITE_CARDINALITY for length in lengths):
         return counted
@@ -113,7 +110,7 @@ def with_equal_length(world: World, own_data: OwnData) -> tf.data.Dataset:
             + ".\nWhat to do: divide the data so that each rank has at least one sample, or start fewer ranks."
         )
     # Added batches are real ones, whose shapes and dtypes are right, and count as empty.
-    empty_batch = dataset.take(1).map(partial(counting, counts=False))
+    empty_batch = dataset.take(1).map(partial(tagged, 0))
     longest = max(lengths)
     # Another reading may be shorter or longer, for instance after a random filter.
     filled = counted.concatenate(empty_batch.repeat()).take(longest)

@@ -79,8 +79,7 @@ class _Reasons:
     ) -> None:
         self._flow = flow
         self._weight_shapes = weight_shapes
-        lengths = {tensor.shape[0] for tensor in samples if tensor.shape.rank}
-        self._rows = lengths - {None}
+        self._rows = {tensor.shape[0] for tensor in samples if tensor.shape.rank}
         self._deciding = flow.draws_behind(flow.decisions())
 
     def of(self, draw: tf.Operation) -> str:

@@ -90,8 +90,8 @@ class DryStep:
 
     def _traced(self, own_step: Callable[[Any], Any], spec: Any) -> Any:
         def step(batch: Any, units: Any, total: Any, is_first: Any) -> Any:
-            share = self._begin(batch, units, total, is_first)
-            return self._returned_tensors(own_step(share.data))
+            self._begin(Share(batch, units, total), is_first)
+            return self._returned_tensors(own_step(batch))
 
         count = tf.TensorSpec([], tf.int32)
         flag = tf.TensorSpec([], tf.bool)
@@ -101,7 +101,7 @@ class DryStep:
         return function.get_concrete_function(spec, count, count, flag)
 
     @compat.do_not_convert
-    def _begin(self, batch: Any, units: Any, total: Any, is_first: Any) -> Share:
+    def _begin(self, share: Share, is_first: tf.Tensor) -> None:
         """Let the model work on a part of a batch, as in a step of ``fit``, while the step is traced."""
         replaced = self._while_tracing
         # A real exchange would wait for the other ranks, which may not get this far.
@@ -111,7 +111,6 @@ class DryStep:
                 replaced.replace(layer, "call", _call_as_in_inference)
         for optimizer in training_state.optimizers(self._context.model):
             self._record(optimizer, replaced)
-        share = Share(batch, units, total)
         # Metrics may count anything, and moving averages are state: neither belongs to what is compared.
         objects = replace(self._context.objects, metrics=[], trackers=[], statistics=[])
         context = self._context
@@ -131,7 +130,6 @@ class DryStep:
         step.is_dry_run = True
         self.step = step
         self._metric_results = note_numbers(step, self._context.objects.metrics, replaced)
-        return share
 
     def title_of(self, name: str) -> str | None:
         """Return what the user calls a number that a metric or the logs get; None for a result of metrics, too."""

@@ -50,16 +50,15 @@ class ReplicaState:
 
     def report(self, rows: int | None, checked: str) -> None:
         """Print the statement at the start, once; ``rows`` are those of the first batch, None of own data."""
-        if self._is_reported:
+        if self._is_reported or not self.world.is_main:
             return
         self._is_reported = True
-        if self.world.is_main:
-            callback = self.callbacks
-            # The last callback is the package's own, in which the ranks meet: Keras has set its ``params``.
-            if isinstance(callback, list):
-                callback = callback[-1]
-            steps = (getattr(callback, "params", None) or {}).get("steps")
-            say(start.statement(self.world, self.model, rows, steps, checked))
+        callback = self.callbacks
+        # The last callback is the package's own, in which the ranks meet: Keras has set its ``params``.
+        if isinstance(callback, list):
+            callback = callback[-1]
+        steps = (getattr(callback, "params", None) or {}).get("steps")
+        say(start.statement(self.world, self.model, rows, steps, checked))
 
 
 class Function(StepContext):
@@ -143,10 +142,9 @@ class Function(StepContext):
     def after_draws(self, numbers: RandomNumbers, share: Share) -> None:
         """Let all ranks have the same draws for the whole batch, and report once on all draws."""
         draws = numbers.make_common(share.data, training_state.weights(self.model))
-        if draws and not self._has_drawn:
+        if draws and self.world.is_main and not self._has_drawn:
             self._has_drawn = True
-            if self.world.is_main:
-                say(randomness.lines(self.model, draws))
+            say(randomness.lines(self.model, draws))
 
     def _start(self, batches: Any) -> Any:
         """Make the ranks ready at the first call of a ``fit``, and return the batches with the first one put back.
