@@ -131,10 +131,13 @@ class _Call:
     """An operation with functions inside: a branch, a loop, or the call of a function."""
 
     def __init__(self, operation: tf.Operation, functions: dict[str, list]) -> None:
-        self._operation = operation
         self.flows = list(map(DataFlow, itertools.chain(*functions.values())))
         self.is_function = "f" in functions
         self._is_loop = "cond" in functions
+        # The first input of a branch decides, and isn't an argument.
+        first = int(not self.is_function and not self._is_loop)
+        self._deciding = list(operation.inputs[:first])
+        self._arguments = operation.inputs[first:]
 
     def sources(self, output: int) -> TensorList:
         """Return the tensors around the operation on which one of its outputs depends."""
@@ -148,11 +151,9 @@ class _Call:
 
     def deciding_tensors(self) -> TensorList:
         """Return the tensors by which the operation decides; none for a function."""
-        if self.is_function:
-            return []
         if self._is_loop:
             return self.arguments(set())
-        return [self._operation.inputs[0]]
+        return self._deciding
 
     def arguments(self, inputs: set[int]) -> TensorList:
         """Return the tensors around the operation that some inputs of its functions are given.
@@ -160,16 +161,8 @@ class _Call:
         For a loop, these are all that the inputs and its number of rounds depend on.
         """
         if self._is_loop:
-            positions = self._loop_variables_behind(inputs)
-        elif self.is_function:
-            positions = inputs
-        else:
-            positions = {
-                position + 1
-                for position in inputs
-                # The first input of a branch decides, and isn't an argument.
-            }
-        return [self._operation.inputs[position] for position in positions]
+            inputs = self._loop_variables_behind(inputs)
+        return [self._arguments[position] for position in inputs]
 
     def _loop_variables_behind(self, variables: set[int]) -> set[int]:
         """Return on which of the variables of a loop its number of rounds, and those given, depend."""

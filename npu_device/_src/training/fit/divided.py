@@ -101,7 +101,7 @@ def with_equal_length(world: World, own_data: OwnData) -> tf.data.Dataset:
 
     counted = dataset.map(partial(tagged, 1))
     # Keras stops after ``steps_per_epoch``, which all ranks are given.
-    if any(length == tf.data.INFINITE_CARDINALITY for length in lengths):
+    if tf.data.INFINITE_CARDINALITY in lengths:
         return counted
     if 0 in lengths:
         raise ValueError(
