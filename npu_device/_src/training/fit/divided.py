@@ -189,20 +189,17 @@ def _class_of_rows(sequence_class: Any) -> Any:
             # The first batch of an epoch is marked by its content, since on_epoch_end may have shuffled the data.
             if not index:
                 mark = start.full_checksum(sequence.rows(0, 0, 1))
-            if self._end > self._begin:
-                first = self._begin
-                # Only the last batch may end before this rank's rows, and no samples would fail in np.stack.
-                if index + 1 == self.num_batches:
-                    first = 0
-                rows = sequence.rows(index, first, self._end)
-                total = int(rows_of(rows))
-                count = total - (self._begin - first)
-                if count > 0:
-                    own_rows = run_of(rows, total, total - count, total, "first")
-                    return with_tag(np.array([count, mark]), own_rows)
+            first = self._begin
+            # Read from the start, a batch has rows also for a rank without a share, or one that the last batch leaves
+            # without rows: no samples would fail in np.stack.
+            if self._end == first or index + 1 == self.num_batches:
+                first = 0
+            rows = sequence.rows(index, first, max(self._end, 1))
+            total = int(rows_of(rows))
+            count = max(min(first + total, self._end) - self._begin, 0)
             # Keras needs at least one sample to call the step, which the other ranks do.
-            uncounted = sequence.rows(index, 0, 1)
-            return with_tag(np.array([0, mark]), uncounted)
+            own_rows = run_of(rows, total, total - max(count, 1), total, "first")
+            return with_tag(np.array([count, mark]), own_rows)
 
         def on_epoch_begin(self) -> None:
             getattr(self._sequence, "on_epoch_begin", int)()
