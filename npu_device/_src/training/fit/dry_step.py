@@ -103,17 +103,17 @@ class DryStep:
     @compat.do_not_convert
     def _begin(self, share: Share, is_first: tf.Tensor) -> None:
         """Let the model work on a part of a batch, as in a step of ``fit``, while the step is traced."""
+        context = self._context
         replaced = self._while_tracing
         # A real exchange would wait for the other ranks, which may not get this far.
         self._world = _VirtualRanks(tf.compat.v1.get_default_graph(), is_first)
-        for layer in self._context.objects.layers:
+        for layer in context.objects.layers:
             if _differs_in_noise_only(layer):
                 replaced.replace(layer, "call", _call_as_in_inference)
-        for optimizer in training_state.optimizers(self._context.model):
+        for optimizer in training_state.optimizers(context.model):
             self._record(optimizer, replaced)
         # Metrics may count anything, and moving averages are state: neither belongs to what is compared.
-        objects = replace(self._context.objects, metrics=[], trackers=[], statistics=[])
-        context = self._context
+        objects = replace(context.objects, metrics=[], trackers=[], statistics=[])
         virtual = StepContext(
             self._world,
             context.model,
@@ -129,7 +129,7 @@ class DryStep:
         assert step is not None
         step.is_dry_run = True
         self.step = step
-        self._metric_results = note_numbers(step, self._context.objects.metrics, replaced)
+        self._metric_results = note_numbers(step, context.objects.metrics, replaced)
 
     def title_of(self, name: str) -> str | None:
         """Return what the user calls a number that a metric or the logs get; None for a result of metrics, too."""
