@@ -232,7 +232,7 @@ class DryStep:
             for handle, before in zip(self.handles, state_before):
                 tf.raw_ops.AssignVariableOp(resource=handle, value=before)
         arrays = tf.nest.map_structure(lambda tensor: tensor.numpy(), tensors)
-        return StepResults(*arrays, state), sent
+        return StepResults(*arrays, state=state), sent
 
 
 def _without_slices(gradient: Any) -> Any:
