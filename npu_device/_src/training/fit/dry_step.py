@@ -42,13 +42,13 @@ class Part(Share):
 class StepResults:
     """What a step gives for a part of a batch."""
 
+    state: list[np.ndarray]  # values of the variables that the step has changed
     # The gradients that reached the optimizers, weighted; a pair of values and indices for rows of a table.
     gradients: list
     losses: list  # losses that layers have added
     # By name, the losses, and the numbers that metrics and logs are given; see ``CurrentStep.is_sum``.
     numbers: dict[str, Any]
     chosen: list[np.ndarray]  # tensors that were asked for
-    state: list[np.ndarray]  # values of the variables that the step has changed
 
 
 class DryStep:
@@ -232,7 +232,7 @@ class DryStep:
             for handle, before in zip(self.handles, state_before):
                 tf.raw_ops.AssignVariableOp(resource=handle, value=before)
         arrays = tf.nest.map_structure(lambda tensor: tensor.numpy(), tensors)
-        return StepResults(*arrays, state=state), sent
+        return StepResults(state, *arrays), sent
 
 
 def _without_slices(gradient: Any) -> Any:
