@@ -52,7 +52,7 @@ class NPUBroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
         self._root_rank = root_rank
         self._began = False
         # Each rank's shapes of the optimizer state before the first step; None but during that step.
-        self._before: list | None = None
+        self._first_shapes: list | None = None
 
     def set_model(self, model: Any) -> None:
         """Take the model, before Keras traces its step."""
@@ -105,20 +105,20 @@ class NPUBroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
         model.train_function = send_and_train
 
     def _send(self) -> None:
-        self._before = _shapes_by_rank(self.model)
+        self._first_shapes = _shapes_by_rank(self.model)
         # No optimizer state is sent where optimizers differ, but the weights have to be the same to begin with.
         variables_of = training_state.weights
-        if _are_alike(self._before):
+        if _are_alike(self._first_shapes):
             variables_of = training_state.training_variables
         broadcast(variables_of(self.model), self._root_rank)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Send what the first step has made."""
-        if self._before is None:
+        if self._first_shapes is None:
             return
         shapes = _shapes_by_rank(self.model)
-        is_unchanged = shapes == self._before
-        self._before = None
+        is_unchanged = shapes == self._first_shapes
+        self._first_shapes = None
         if not _are_alike(shapes):
             _logger.warning(
                 "the optimizers of the ranks have different variables (%d on this rank), and each rank continues with "

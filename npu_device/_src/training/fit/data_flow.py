@@ -135,9 +135,9 @@ class _Call:
         self.is_function = "f" in functions
         self._is_loop = "cond" in functions
         # The first input of a branch decides, and isn't an argument.
-        first = int(not self.is_function and not self._is_loop)
-        self._deciding = list(operation.inputs[:first])
-        self._arguments = operation.inputs[first:]
+        count = int(not self.is_function and not self._is_loop)
+        self._deciding = list(operation.inputs[:count])
+        self._arguments = operation.inputs[count:]
 
     def sources(self, output: int) -> TensorList:
         """Return the tensors around the operation on which one of its outputs depends."""

@@ -121,11 +121,11 @@ def with_equal_length(world: World, own_data: OwnData) -> tf.data.Dataset:
 def _count(world: World, dataset: tf.data.Dataset) -> int:
     """Return the number of batches of a dataset; print how many there are so far while that takes long."""
     count = 0
-    told = time.monotonic()
+    line_time = time.monotonic()
     for _ in dataset:
         count += 1
-        if time.monotonic() > told + _TELL_SECONDS:
-            told = time.monotonic()
+        if time.monotonic() > line_time + _TELL_SECONDS:
+            line_time = time.monotonic()
             print(
                 f"npu_device: rank {world.group.rank} counts the batches of its divided data, whose length it doesn't "
                 f"know: {count} so far. What to do: dataset.apply(tf.data.experimental.assert_cardinality(batches)); "
@@ -189,14 +189,14 @@ def _class_of_rows(sequence_class: Any) -> Any:
             # The first batch of an epoch is marked by its content, since on_epoch_end may have shuffled the data.
             if not index:
                 mark = start.full_checksum(sequence.rows(0, 0, 1))
-            first = self._begin
+            start_row = self._begin
             # Read from the start, a batch has rows also for a rank without a share, or one that the last batch leaves
             # without rows: no samples would fail in np.stack.
-            if self._end == first or index + 1 == self.num_batches:
-                first = 0
-            rows = sequence.rows(index, first, max(self._end, 1))
+            if self._end == start_row or index + 1 == self.num_batches:
+                start_row = 0
+            rows = sequence.rows(index, start_row, max(self._end, 1))
             total = int(rows_of(rows))
-            count = max(min(first + total, self._end) - self._begin, 0)
+            count = max(min(start_row + total, self._end) - self._begin, 0)
             # Keras needs at least one sample to call the step, which the other ranks do.
             own_rows = run_of(rows, total, total - max(count, 1), total, "first")
             return with_tag(np.array([count, mark]), own_rows)

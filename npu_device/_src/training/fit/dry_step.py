@@ -134,9 +134,9 @@ class DryStep:
     def title_of(self, name: str) -> str | None:
         """Return what the user calls a number that a metric or the logs get; None for a result of metrics, too."""
         number = self.step.numbers[name]
-        taker, _, place = name.partition(" ")
+        taker, _, position = name.partition(" ")
         if taker == METRIC:
-            metric = self._context.objects.metrics[int(place.split()[0])]
+            metric = self._context.objects.metrics[int(position.split()[0])]
             return f"the metric {metric.name!r}"
         if taker != LOGS or not isinstance(self.logs, dict):
             return None
@@ -229,8 +229,8 @@ class DryStep:
             state = self.state()
         finally:
             # Restored also if the step fails: the model of the user must be as before.
-            for handle, before in zip(self.handles, state_before):
-                tf.raw_ops.AssignVariableOp(resource=handle, value=before)
+            for handle, former in zip(self.handles, state_before):
+                tf.raw_ops.AssignVariableOp(resource=handle, value=former)
         arrays = tf.nest.map_structure(lambda tensor: tensor.numpy(), tensors)
         return StepResults(state, *arrays), sent
 
