@@ -51,8 +51,8 @@ class NPUBroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
         super().__init__()
         self._root_rank = root_rank
         self._began = False
-        # Shapes of the optimizer state that was sent; None before the first step.
-        self._sent: list | None = None
+        # Each rank's shapes of the optimizer state before the first step; None but during that step.
+        self._first_shapes: list | None = None
 
     def set_model(self, model: Any) -> None:
         """Take the model, before Keras traces its step."""
@@ -105,32 +105,29 @@ class NPUBroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
         model.train_function = send_and_train
 
     def _send(self) -> None:
-        shapes = _shapes(self.model)
-        are_alike, _ = _compare(shapes)
-        if are_alike:
-            broadcast(training_state.training_variables(self.model), self._root_rank)
-            self._sent = shapes
-        else:
-            # No optimizer state is sent where optimizers differ, but the weights have to be the same to begin with.
-            broadcast(training_state.weights(self.model), self._root_rank)
-            self._sent = []
+        self._first_shapes = _shapes_by_rank(self.model)
+        # No optimizer state is sent where optimizers differ, but the weights have to be the same to begin with.
+        variables_of = training_state.weights
+        if _are_alike(self._first_shapes):
+            variables_of = training_state.training_variables
+        broadcast(variables_of(self.model), self._root_rank)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Send what the first step has made."""
-        if self._sent is None:
+        if self._first_shapes is None:
             return
-        shapes = _shapes(self.model)
-        are_alike, have_changed = _compare(shapes, shapes != self._sent)
-        self._sent = None
-        if not have_changed:
-            return
-        if not are_alike:
+        shapes = _shapes_by_rank(self.model)
+        is_unchanged = shapes == self._first_shapes
+        self._first_shapes = None
+        if not _are_alike(shapes):
             _logger.warning(
                 "the optimizers of the ranks have different variables (%d on this rank), and each rank continues with "
                 "its own. That is right with grouping_gradients_apply; otherwise the weights will differ.\n"
                 "What to do: make the same optimizers for the same variables on every rank.",
-                len(shapes),
+                len(training_state.optimizer_state(self.model)),
             )
+            return
+        if is_unchanged:
             return
         broadcast(training_state.training_variables(self.model), self._root_rank)
         steps = compat.steps_per_call(self.model)
@@ -177,16 +174,15 @@ def broadcast_helper(variables: Sequence, root_rank: int = 0) -> None:
     broadcast(list(variables), root_rank)
 
 
-def _shapes(model: Any) -> list:
+def _shapes_by_rank(model: Any) -> list:
+    """Return the shapes and dtypes of the optimizer state of each rank; every rank has to ask."""
     state = training_state.optimizer_state(model)
-    return [(tuple(variable.shape), tf.as_dtype(variable.dtype).name) for variable in state]
-
-
-def _compare(shapes: list, flag: bool = False) -> tuple[bool, bool]:
-    """Return whether all ranks have the same shapes, and whether the flag is set on any; every rank has to ask."""
-    states = [(shapes, flag)]
+    shapes = [(tuple(variable.shape), tf.as_dtype(variable.dtype).name) for variable in state]
     world = current_world()
-    if world is not None:
-        states = world.objects((shapes, flag), "state of the optimizers")
-    are_alike = all(shapes_of_rank == states[0][0] for shapes_of_rank, _ in states)
-    return are_alike, any(rank_flag for _, rank_flag in states)
+    if world is None:
+        return [shapes]
+    return world.objects(shapes, "state of the optimizers")
+
+
+def _are_alike(shapes_by_rank: list) -> bool:
+    return all(shapes == shapes_by_rank[0] for shapes in shapes_by_rank)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -81,8 +82,7 @@ class DataFlow:
     def decisions(self) -> Iterator[TensorList]:
         """Yield tensors of this graph by which its branches and loops, and those inside them, decide."""
         for call in self._calls.values():
-            if not call.is_function:
-                yield call.deciding_tensors()
+            yield call.deciding_tensors()
         yield from self._from_inside(DataFlow.decisions)
 
     def assignments(self) -> Iterator[TensorList]:
@@ -123,7 +123,7 @@ class DataFlow:
 
     def _inner_flows(self) -> Iterator[tuple[_Call, DataFlow]]:
         for call in self._calls.values():
-            for inner in call.flows():
+            for inner in call.flows:
                 yield call, inner
 
 
@@ -131,14 +131,13 @@ class _Call:
     """An operation with functions inside: a branch, a loop, or the call of a function."""
 
     def __init__(self, operation: tf.Operation, functions: dict[str, list]) -> None:
-        self._operation = operation
-        self._flows = {name: list(map(DataFlow, graphs)) for name, graphs in functions.items()}
+        self.flows = list(map(DataFlow, itertools.chain(*functions.values())))
         self.is_function = "f" in functions
         self._is_loop = "cond" in functions
-
-    def flows(self) -> Iterator[DataFlow]:
-        for flows in self._flows.values():
-            yield from flows
+        # The first input of a branch decides, and isn't an argument.
+        count = int(not self.is_function and not self._is_loop)
+        self._deciding = list(operation.inputs[:count])
+        self._arguments = operation.inputs[count:]
 
     def sources(self, output: int) -> TensorList:
         """Return the tensors around the operation on which one of its outputs depends."""
@@ -146,17 +145,15 @@ class _Call:
             # The outputs of a loop are its variables, one for each input.
             return self.arguments({output})
         inputs = set()
-        for flow in self.flows():
+        for flow in self.flows:
             inputs |= flow.reach([flow.graph.outputs[output]]).inputs
         return [*self.deciding_tensors(), *self.arguments(inputs)]
 
     def deciding_tensors(self) -> TensorList:
         """Return the tensors by which the operation decides; none for a function."""
-        if self.is_function:
-            return []
         if self._is_loop:
             return self.arguments(set())
-        return [self._operation.inputs[0]]
+        return self._deciding
 
     def arguments(self, inputs: set[int]) -> TensorList:
         """Return the tensors around the operation that some inputs of its functions are given.
@@ -164,21 +161,12 @@ class _Call:
         For a loop, these are all that the inputs and its number of rounds depend on.
         """
         if self._is_loop:
-            positions = self._loop_variables_behind(inputs)
-        elif self.is_function:
-            positions = inputs
-        else:
-            positions = {
-                position + 1
-                for position in inputs
-                # The first input of a branch decides, and isn't an argument.
-            }
-        return [self._operation.inputs[position] for position in positions]
+            inputs = self._loop_variables_behind(inputs)
+        return [self._arguments[position] for position in inputs]
 
     def _loop_variables_behind(self, variables: set[int]) -> set[int]:
         """Return on which of the variables of a loop its number of rounds, and those given, depend."""
-        [condition] = self._flows["cond"]
-        [body] = self._flows["body"]
+        [condition, body] = self.flows
         reached = variables | condition.reach(condition.graph.outputs).inputs
         # A variable of the loop may depend on another one only after several rounds.
         while True:

@@ -44,32 +44,27 @@ def _features(leaf: Any, total: int) -> Iterator[np.ndarray]:
     """Yield numbers for each sample of a tensor that tell how much of it is padding, masked or missing."""
     if isinstance(leaf, tf.RaggedTensor):
         lengths = leaf.row_lengths().numpy()
-        yield _per_sample(lengths, total).sum(axis=1)
+        yield lengths.reshape(total, -1).sum(axis=1)
     elif isinstance(leaf, tf.SparseTensor):
         rows = leaf.indices.numpy()[:, 0]
         row_count = int(leaf.dense_shape[0])
         units = rows * total // max(1, row_count)
         yield np.bincount(units, minlength=total)
     elif tf.TensorShape(leaf.shape).rank:
-        samples = _per_sample(np.asarray(leaf), total)
+        samples = np.asarray(leaf).reshape(total, -1)
         distance = max(1, samples.shape[1] // _MOST_ELEMENTS)
         samples = samples[:, ::distance]
         # The length of the padding is a feature: it is 0, or what is common at the end of the samples.
-        yield (samples == _padding(samples)).sum(axis=1)
         ends = samples[:, -1:]
         different_ends = np.unique(ends[: 2 * _MOST_ELEMENTS])
         common_ends = [end for end in different_ends if (ends == end).sum() > 1]
-        for end in common_ends[:2]:
-            yield (samples == end).sum(axis=1)
+        for padding in [_padding(samples), *common_ends[:2]]:
+            yield (samples == padding).sum(axis=1)
         if samples.dtype.kind == "f":
             yield np.isnan(samples).sum(axis=1)
         # A single number for each sample, such as its label, is a feature by itself.
         if samples.shape[1] == 1 and samples.dtype.kind in "iufb":
             yield samples[:, 0]
-
-
-def _per_sample(array: np.ndarray, total: int) -> np.ndarray:
-    return array.reshape(total, -1)
 
 
 def _padding(array: np.ndarray) -> Any:

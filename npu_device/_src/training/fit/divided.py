@@ -34,11 +34,6 @@ _STATEFUL = re.compile(
     r"Assign|Resource(?!Gather)|(Eager)?PyFunc$|LookupTable(Insert|Import|Remove)|Queue|Stack|Barrier"
 )
 _WHOLE_BATCHES = ("prefetch", "repeat", "skip", "take")
-_AFTER_BATCH = (
-    "{name}() after npu.distribute.pipeline isn't divided among the ranks: each rank has only its rows of a batch.\n"
-    "What to do: {remedy}. Allowed: {allowed}. To treat each sample by itself, use .dataset, the tf.data.Dataset of "
-    "the rows of this rank."
-)
 _REMEDIES = {
     "map": "call it in the map of pipeline, for one sample; mix the samples of a batch in the step of the model",
     "padded_batch": "pad each sample to a fixed length in the map of pipeline, and pass batch=",
@@ -95,22 +90,18 @@ def with_equal_length(world: World, own_data: OwnData) -> tf.data.Dataset:
     """Return a dataset with the same number of batches on every rank; samples of the added batches don't count."""
     dataset = own_data.dataset
     length = int(dataset.cardinality())
-    is_counted = length == tf.data.UNKNOWN_CARDINALITY
-    if is_counted:
+    if length == tf.data.UNKNOWN_CARDINALITY:
         # The dataset of a generator, for instance, has no length: only counting tells.
         length = _count(world, dataset)
     lengths = world.objects(length, "length of divided data")
 
-    def counting(*batch: Any, counts: bool = True) -> Any:
-        row_count = 0
-        if counts:
-            row_count = rows_of(batch)
-        tag = tf.stack([tf.cast(row_count, tf.int64), 0])
-        return with_tag(tag, batch)
+    def tagged(factor: int, *batch: Any) -> Any:
+        row_count = tf.cast(rows_of(batch) * factor, tf.int64)
+        return with_tag(tf.stack([row_count, 0]), batch)
 
-    counted = dataset.map(counting)
+    counted = dataset.map(partial(tagged, 1))
     # Keras stops after ``steps_per_epoch``, which all ranks are given.
-    if any(length == tf.data.INFINITE_CARDINALITY for length in lengths):
+    if tf.data.INFINITE_CARDINALITY in lengths:
         return counted
     if 0 in lengths:
         raise ValueError(
@@ -119,13 +110,10 @@ def with_equal_length(world: World, own_data: OwnData) -> tf.data.Dataset:
             + ".\nWhat to do: divide the data so that each rank has at least one sample, or start fewer ranks."
         )
     # Added batches are real ones, whose shapes and dtypes are right, and count as empty.
-    empty_batch = dataset.take(1).map(partial(counting, counts=False))
+    empty_batch = dataset.take(1).map(partial(tagged, 0))
     longest = max(lengths)
-    if is_counted:
-        # Another reading may be shorter or longer, for instance after a random filter.
-        filled = counted.concatenate(empty_batch.repeat()).take(longest)
-    else:
-        filled = counted.concatenate(empty_batch.repeat(longest - length))
+    # Another reading may be shorter or longer, for instance after a random filter.
+    filled = counted.concatenate(empty_batch.repeat()).take(longest)
     # TensorFlow may not know the length, which has been counted here.
     return filled.apply(tf.data.experimental.assert_cardinality(longest))
 
@@ -133,11 +121,11 @@ def with_equal_length(world: World, own_data: OwnData) -> tf.data.Dataset:
 def _count(world: World, dataset: tf.data.Dataset) -> int:
     """Return the number of batches of a dataset; print how many there are so far while that takes long."""
     count = 0
-    told = time.monotonic()
+    line_time = time.monotonic()
     for _ in dataset:
         count += 1
-        if time.monotonic() > told + _TELL_SECONDS:
-            told = time.monotonic()
+        if time.monotonic() > line_time + _TELL_SECONDS:
+            line_time = time.monotonic()
             print(
                 f"npu_device: rank {world.group.rank} counts the batches of its divided data, whose length it doesn't "
                 f"know: {count} so far. What to do: dataset.apply(tf.data.experimental.assert_cardinality(batches)); "
@@ -153,7 +141,7 @@ def with_tag(tag: Any, batch: Any) -> Any:
     ranks that take their rows from the same batch; 0 for ``divided``, whose ranks read different ones.
     """
     if not isinstance(batch, (tuple, list)):
-        return {ROWS: tag, "x": batch}
+        batch = [batch]
     x, *targets = batch
     tagged = {ROWS: tag, "x": x}
     if not targets:
@@ -201,20 +189,17 @@ def _class_of_rows(sequence_class: Any) -> Any:
             # The first batch of an epoch is marked by its content, since on_epoch_end may have shuffled the data.
             if not index:
                 mark = start.full_checksum(sequence.rows(0, 0, 1))
-            if self._end > self._begin:
-                first = self._begin
-                # Only the last batch may end before this rank's rows, and no samples would fail in np.stack.
-                if index + 1 == self.num_batches:
-                    first = 0
-                rows = sequence.rows(index, first, self._end)
-                total = int(rows_of(rows))
-                count = total - (self._begin - first)
-                if count > 0:
-                    own_rows = run_of(rows, total, total - count, total, "first")
-                    return with_tag(np.array([count, mark]), own_rows)
+            start_row = self._begin
+            # Read from the start, a batch has rows also for a rank without a share, or one that the last batch leaves
+            # without rows: no samples would fail in np.stack.
+            if self._end == start_row or index + 1 == self.num_batches:
+                start_row = 0
+            rows = sequence.rows(index, start_row, max(self._end, 1))
+            total = int(rows_of(rows))
+            count = max(min(start_row + total, self._end) - self._begin, 0)
             # Keras needs at least one sample to call the step, which the other ranks do.
-            uncounted = sequence.rows(index, 0, 1)
-            return with_tag(np.array([0, mark]), uncounted)
+            own_rows = run_of(rows, total, total - max(count, 1), total, "first")
+            return with_tag(np.array([count, mark]), own_rows)
 
         def on_epoch_begin(self) -> None:
             getattr(self._sequence, "on_epoch_begin", int)()
@@ -293,9 +278,9 @@ class Pipeline(OwnData):
             raise AttributeError(f"a pipeline has no attribute {name!r}")
         remedy = _REMEDIES.get(name, "apply it to the source")
         raise AttributeError(
-            _AFTER_BATCH.format(
-                name=name, remedy=remedy, allowed=", ".join(("cache", *_WHOLE_BATCHES))
-            )
+            f"{name}() after npu.distribute.pipeline isn't divided among the ranks: each rank has only its rows of a "
+            f"batch.\nWhat to do: {remedy}. Allowed: cache, {', '.join(_WHOLE_BATCHES)}. To treat each sample by "
+            "itself, use .dataset, the tf.data.Dataset of the rows of this rank."
         )
 
 
@@ -348,57 +333,38 @@ def pipeline(
     size = operator.index(batch)
     if size < 1:
         raise ValueError(f"the batch of a pipeline must have 1 sample or more; found {size}")
+    call = map
     if seed is not None:
+        call = partial(_call_with_seed, map)
         # The stateless operations of TensorFlow take two numbers as a seed.
         numbers = tf.data.Dataset.random(seed, rerandomize_each_iteration=True)
         seeds = numbers.batch(2, drop_remainder=True)
         source = tf.data.Dataset.zip((source, seeds))
 
-    call = _on_samples(map, has_seeds=seed is not None)
     world = world_unless_child()
     if world is None:
-        is_tuple = isinstance(source.element_spec, tuple)
-
-        def call_with_fields(*fields: Any) -> Any:
-            if is_tuple:
-                return call(fields)
-            return call(fields[0])
-
-        mapped = source.map(call_with_fields, num_parallel_calls)
+        mapped = source.map(call, num_parallel_calls)
         return mapped.batch(size, drop_remainder).prefetch(tf.data.AUTOTUNE)
-    _require_pure(call, source.element_spec)
-    _require_same(world, source)
-    source = _in_source_order(source)
     begin, end = _rows_of_rank(world, size)
-    windows = source.window(size, drop_remainder=drop_remainder)
-    tagged_rows = windows.flat_map(_cut(begin, end))
-    mapped = tagged_rows.map(lambda tag, sample: (tag, call(sample)), num_parallel_calls)
+    windows = _in_source_order(source).window(size, drop_remainder=drop_remainder)
+    tagged_rows = windows.flat_map(partial(_tagged_rows, begin, end))
+    _require_pure(call, tagged_rows.element_spec[1])
+    _require_same(world, source)
+    mapped = tagged_rows.map(lambda tag, fields: (tag, call(*fields)), num_parallel_calls)
     # A rank whose share is empty has a row in each batch all the same, which doesn't count.
     are_full = drop_remainder and end > begin
     # The rows of a window become one batch again.
     tagged = mapped.batch(max(end - begin, 1), drop_remainder)
-    count = int(source.cardinality())
-    # Infinite and unknown lengths are negative.
-    if count >= 0:
-        has_remainder = count % size > 0 and not drop_remainder
-        count = count // size + has_remainder
+    count = windows.cardinality()
     if count != tf.data.UNKNOWN_CARDINALITY:
         tagged = tagged.apply(tf.data.experimental.assert_cardinality(count))
     return Pipeline(tagged.prefetch(tf.data.AUTOTUNE), are_full)
 
 
-def _on_samples(map: Callable, has_seeds: bool) -> Callable[[Any], Any]:
-    """Return a function that calls a map with the fields of a sample, and the seed of the sample if it has one."""
-
-    def call(sample: Any) -> Any:
-        seeds = []
-        if has_seeds:
-            sample, *seeds = sample
-        if isinstance(sample, tuple):
-            return map(*sample, *seeds)
-        return map(sample, *seeds)
-
-    return call
+def _call_with_seed(map: Callable, sample: Any, seed: tf.Tensor) -> Any:
+    if isinstance(sample, tuple):
+        return map(*sample, seed)
+    return map(sample, seed)
 
 
 def _in_source_order(source: tf.data.Dataset) -> tf.data.Dataset:
@@ -412,30 +378,21 @@ def _in_source_order(source: tf.data.Dataset) -> tf.data.Dataset:
     return source.with_options(options)
 
 
-def _cut(begin: int, end: int) -> Callable[..., tf.data.Dataset]:
-    """Return what makes, of the elements of a batch, a dataset of the elements of one rank with their tags."""
+def _tagged_rows(begin: int, end: int, *window: Any) -> tf.data.Dataset:
+    """Return, of the elements of a batch, a dataset of the elements of one rank with their tags."""
     # A tag has two numbers: 1 for a row that counts, 0 for the one row of a rank that would have none; and the checksum
     # of the batch's first element. All batches but the last have the same number of rows on a rank: they can be batched
     # again.
-
-    def cut(*window: Any) -> tf.data.Dataset:
-        # Elements of several fields come as a dataset of each field.
-        fields: Any = window
-        if len(window) == 1:
-            fields = window[0]
-        samples = fields
-        if not isinstance(fields, tf.data.Dataset):
-            samples = tf.data.Dataset.zip(fields)
-        total = samples.cardinality()
-        row_count = tf.clip_by_value(total - begin, 0, end - begin)
-        checksum = checksum_of(samples.take(1).get_single_element())
-        tag = tf.stack([tf.cast(row_count > 0, tf.int64), checksum])
-        skipped = tf.minimum(tf.constant(begin, tf.int64), total - 1)
-        own_samples = samples.skip(skipped).take(tf.maximum(row_count, 1))
-        tags = tf.data.Dataset.from_tensors(tag).repeat()
-        return tf.data.Dataset.zip((tags, own_samples))
-
-    return cut
+    # Elements come as a dataset of each field, and are tuples of their fields from here on.
+    samples = tf.data.Dataset.zip(window)
+    total = samples.cardinality()
+    row_count = tf.clip_by_value(total - begin, 0, end - begin)
+    checksum = checksum_of(samples.take(1).get_single_element())
+    tag = tf.stack([tf.cast(row_count > 0, tf.int64), checksum])
+    skipped = tf.minimum(tf.constant(begin, tf.int64), total - 1)
+    own_samples = samples.skip(skipped).take(tf.maximum(row_count, 1))
+    tags = tf.data.Dataset.from_tensors(tag).repeat()
+    return tf.data.Dataset.zip((tags, own_samples))
 
 
 def _with_common_tag(tags: tf.Tensor, rows: Any) -> Any:
@@ -455,9 +412,10 @@ def _rows_that_count(tags: tf.Tensor, rows: Any) -> Any:
     return run_of(rows, total, 0, count)
 
 
-def _require_pure(call: Callable[[Any], Any], spec: Any) -> None:
+def _require_pure(call: Callable, spec: Any) -> None:
     """Raise ValueError for a map whose result depends on more than its arguments."""
-    graph = tf.function(call).get_concrete_function(spec).graph.as_graph_def()
+    function = tf.function(lambda fields: call(*fields))
+    graph = function.get_concrete_function(spec).graph.as_graph_def()
     # Functions called in the map have their operations in the library.
     nodes = list(graph.node)
     for function in graph.library.function:

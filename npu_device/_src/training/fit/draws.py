@@ -6,6 +6,7 @@ stays the same on all ranks.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -78,10 +79,8 @@ class _Reasons:
     ) -> None:
         self._flow = flow
         self._weight_shapes = weight_shapes
-        lengths = {tensor.shape[0] for tensor in samples if tensor.shape.rank}
-        self._rows = lengths - {None}
+        self._rows = {tensor.shape[0] for tensor in samples if tensor.shape.rank}
         self._deciding = flow.draws_behind(flow.decisions())
-        self._assigned: set[str] | None = None  # draws that variables are set to; seldom asked for
 
     def of(self, draw: tf.Operation) -> str:
         """Return why a draw is the same on all ranks; "" if each rank draws its own."""
@@ -92,7 +91,7 @@ class _Reasons:
             return ""
         if all(map(self._is_for_whole_batch, operations)):
             return WHOLE_BATCH
-        if self._is_kept(draw):
+        if draw.name in self._assigned:
             return KEPT
         return ""
 
@@ -101,9 +100,7 @@ class _Reasons:
         # The unknown dimension in a step is the number of samples.
         if not shape.is_fully_defined() or self._rows & set(shape.as_list()):
             return True
-        if not operation.inputs:
-            return False
-        return self._flow.reach([operation.inputs[0]]).has_samples
+        return self._flow.reach(operation.inputs[:1]).has_samples
 
     def _is_for_whole_batch(self, operation: tf.Operation) -> bool:
         """Return True for a number, for what is drawn for a variable, and for what is repeated for each sample."""
@@ -111,10 +108,11 @@ class _Reasons:
         # A first axis of 1 is broadcast over the samples.
         return not shape or shape[0] == 1 or shape in self._weight_shapes
 
-    def _is_kept(self, draw: tf.Operation) -> bool:
-        if self._assigned is None:
-            self._assigned = self._flow.draws_behind(self._flow.assignments())
-        return draw.name in self._assigned
+    # Seldom asked for.
+    @functools.cached_property
+    def _assigned(self) -> set[str]:
+        """Draws that variables are set to."""
+        return self._flow.draws_behind(self._flow.assignments())
 
 
 def _name(operation: tf.Operation) -> str:

@@ -42,12 +42,12 @@ class Part(Share):
 class StepResults:
     """What a step gives for a part of a batch."""
 
+    state: list[np.ndarray]  # values of the variables that the step has changed
     # The gradients that reached the optimizers, weighted; a pair of values and indices for rows of a table.
     gradients: list
     losses: list  # losses that layers have added
-    state: list[np.ndarray]  # values of the variables that the step has changed
     # By name, the losses, and the numbers that metrics and logs are given; see ``CurrentStep.is_sum``.
-    numbers: dict[str, float]
+    numbers: dict[str, Any]
     chosen: list[np.ndarray]  # tensors that were asked for
 
 
@@ -55,7 +55,7 @@ class DryStep:
     """A train step, traced once, that runs on parts of a batch and leaves nothing behind."""
 
     def __init__(
-        self, context: StepContext, spec: Any, choose: Callable[[Any], list] | None = None
+        self, context: StepContext, spec: Any, choose: Callable[[Any], list] = lambda graph: []
     ) -> None:
         """Trace the step of a built model; ``choose`` returns tensors of the graph whose values are wanted, too."""
         self._context = context
@@ -90,9 +90,8 @@ class DryStep:
 
     def _traced(self, own_step: Callable[[Any], Any], spec: Any) -> Any:
         def step(batch: Any, units: Any, total: Any, is_first: Any) -> Any:
-            share = self._begin(batch, units, total, is_first)
-            self._note_logs(own_step(share.data))
-            return self._returned_tensors()
+            self._begin(Share(batch, units, total), is_first)
+            return self._returned_tensors(own_step(batch))
 
         count = tf.TensorSpec([], tf.int32)
         flag = tf.TensorSpec([], tf.bool)
@@ -102,20 +101,19 @@ class DryStep:
         return function.get_concrete_function(spec, count, count, flag)
 
     @compat.do_not_convert
-    def _begin(self, batch: Any, units: Any, total: Any, is_first: Any) -> Share:
+    def _begin(self, share: Share, is_first: tf.Tensor) -> None:
         """Let the model work on a part of a batch, as in a step of ``fit``, while the step is traced."""
+        context = self._context
         replaced = self._while_tracing
         # A real exchange would wait for the other ranks, which may not get this far.
         self._world = _VirtualRanks(tf.compat.v1.get_default_graph(), is_first)
-        for layer in self._context.objects.layers:
+        for layer in context.objects.layers:
             if _differs_in_noise_only(layer):
                 replaced.replace(layer, "call", _call_as_in_inference)
-        for optimizer in training_state.optimizers(self._context.model):
+        for optimizer in training_state.optimizers(context.model):
             self._record(optimizer, replaced)
-        share = Share(batch, units, total)
         # Metrics may count anything, and moving averages are state: neither belongs to what is compared.
-        objects = replace(self._context.objects, metrics=[], trackers=[], statistics=[])
-        context = self._context
+        objects = replace(context.objects, metrics=[], trackers=[], statistics=[])
         virtual = StepContext(
             self._world,
             context.model,
@@ -131,43 +129,41 @@ class DryStep:
         assert step is not None
         step.is_dry_run = True
         self.step = step
-        self._metric_results = note_numbers(step, self._context.objects.metrics, replaced)
-        return share
-
-    @compat.do_not_convert
-    def _note_logs(self, logs: Any) -> None:
-        self.logs = logs
-        for number in tf.nest.flatten(logs):
-            self.step.register_number(LOGS, number)
+        self._metric_results = note_numbers(step, context.objects.metrics, replaced)
 
     def title_of(self, name: str) -> str | None:
         """Return what the user calls a number that a metric or the logs get; None for a result of metrics, too."""
         number = self.step.numbers[name]
-        taker, _, place = name.partition(" ")
+        taker, _, position = name.partition(" ")
         if taker == METRIC:
-            metric = self._context.objects.metrics[int(place.split()[0])]
+            metric = self._context.objects.metrics[int(position.split()[0])]
             return f"the metric {metric.name!r}"
         if taker != LOGS or not isinstance(self.logs, dict):
             return None
         results = set(map(id, self._metric_results))
         if any(id(tensor) in results for tensor in compat.tensors_behind([self.numbers[name]])):
             return None
-        keys = [key for key, log in self.logs.items() if log is number]
-        return next((f"the log {key!r}" for key in keys), None)
+        for key, log in self.logs.items():
+            if log is number:
+                return f"the log {key!r}"
+        return None
 
     def _record(self, optimizer: Any, replaced: Replaced) -> None:
         """Take the gradients that an optimizer would apply."""
         # An optimizer around another one hands its gradients on: the step may call either.
         optimizers = compat.with_inner(optimizer)
         reducers = map(reducer_of, optimizers)
-        reducer = next(filter(_is_weighted, reducers), None)
+        weighted_reducers = (
+            candidate for candidate in reducers if isinstance(candidate, WeightedReducer)
+        )
+        reducer = next(weighted_reducers, None)
 
-        def record(gradients: Any, variables: Any) -> Any:
-            gradients = list(gradients)
-            weighted = gradients
+        def apply_gradients(original: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
+            pairs = list(grads_and_vars)
+            weighted = [gradient for gradient, _ in pairs]
             if reducer is not None:
-                weighted = reducer.weighted_contributions(gradients, self.step, optimizer)
-            for variable, gradient, weighted_gradient in zip(variables, gradients, weighted):
+                weighted = reducer.weighted_contributions(weighted, self.step, optimizer)
+            for (gradient, variable), weighted_gradient in zip(pairs, weighted):
                 if gradient is not None:
                     self.variables.append(variable)
                     self.gradients.append(gradient)
@@ -176,12 +172,8 @@ class DryStep:
             return optimizer.iterations
 
         def apply(original: Any, grads: Any, trainable_variables: Any = None) -> Any:
-            return record(grads, compat.variables_to_update(optimizer, trainable_variables))
-
-        def apply_gradients(original: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
-            pairs = list(grads_and_vars)
-            gradients = [gradient for gradient, _ in pairs]
-            return record(gradients, [variable for _, variable in pairs])
+            variables = compat.variables_to_update(optimizer, trainable_variables)
+            return apply_gradients(original, zip(grads, variables))
 
         for recorded in optimizers:
             replaced.replace(recorded, "apply_gradients", apply_gradients)
@@ -189,8 +181,11 @@ class DryStep:
                 replaced.replace(recorded, "apply", apply)
 
     @compat.do_not_convert
-    def _returned_tensors(self) -> Any:
-        """Return the tensors of which ``StepResults`` are made, and what the ranks send."""
+    def _returned_tensors(self, logs: Any) -> Any:
+        """Return the tensors of which ``StepResults`` are made, but for the state, and what the ranks send."""
+        self.logs = logs
+        for number in tf.nest.flatten(logs):
+            self.step.register_number(LOGS, number)
         graph = self._world.graph
         flat = tf.nest.flatten(self._weighted, expand_composites=True)
         if not all(compat.is_in_graph(graph, tensor) for tensor in flat):
@@ -199,8 +194,7 @@ class DryStep:
         with contextlib.suppress(AttributeError, ValueError):
             losses = self._context.model.losses
             self.losses += [loss for loss in losses if compat.is_in_graph(graph, loss)]
-        if self._choose is not None:
-            self.chosen = self._choose(graph)
+        self.chosen = self._choose(graph)
         for name, number in self.step.numbers.items():
             if _is_number(number):
                 tensor = tf.convert_to_tensor(number)
@@ -209,7 +203,7 @@ class DryStep:
         gradients = list(map(_without_slices, self._weighted))
         losses = list(map(tf.reduce_sum, self.losses))
         compat.without_noise(graph)
-        return gradients, losses, self._world.sent, self.numbers, self.chosen
+        return (gradients, losses, self.numbers, self.chosen), self._world.sent
 
     def state(self) -> list[np.ndarray]:
         """Return the values of the variables that the step changes."""
@@ -231,20 +225,14 @@ class DryStep:
         state_before = [compat.value_of_handle(handle) for handle in self.handles]
         counts = map(tf.constant, (part.units, part.total, part.is_first))
         try:
-            gradients, losses, sent, numbers, chosen = self._function(part.data, *counts)
+            tensors, sent = self._function(part.data, *counts)
             state = self.state()
         finally:
             # Restored also if the step fails: the model of the user must be as before.
-            for handle, before in zip(self.handles, state_before):
-                tf.raw_ops.AssignVariableOp(resource=handle, value=before)
-        lists = (gradients, losses, chosen)
-        gradients, losses, chosen = tf.nest.map_structure(lambda tensor: tensor.numpy(), lists)
-        floats = {name: float(number) for name, number in numbers.items()}
-        return StepResults(gradients, losses, state, floats, chosen), sent
-
-
-def _is_weighted(reducer: Any) -> bool:
-    return isinstance(reducer, WeightedReducer)
+            for handle, former in zip(self.handles, state_before):
+                tf.raw_ops.AssignVariableOp(resource=handle, value=former)
+        arrays = tf.nest.map_structure(lambda tensor: tensor.numpy(), tensors)
+        return StepResults(state, *arrays), sent
 
 
 def _without_slices(gradient: Any) -> Any:
@@ -255,10 +243,8 @@ def _without_slices(gradient: Any) -> Any:
 
 
 def _is_number(number: Any) -> bool:
-    if isinstance(number, (tf.RaggedTensor, tf.SparseTensor, tf.IndexedSlices, bool)):
-        return False
     if not tf.is_tensor(number):
-        return isinstance(number, (int, float))
+        return isinstance(number, (int, float)) and not isinstance(number, bool)
     return number.shape.rank == 0 and (number.dtype.is_floating or number.dtype.is_integer)
 
 
@@ -293,8 +279,7 @@ def _at(operation: Any) -> str:
 class _VirtualExchange:
     sent: tf.Tensor
     joins: bool  # the exchange joins what parts send; otherwise it adds that up
-    received: Any  # a variable that holds what comes of it
-    is_received: Any  # a variable, False while each part has what it has sent itself
+    received: Any  # a variable that holds what comes of it; empty while each part has what it has sent itself
 
 
 class _VirtualRanks:
@@ -310,27 +295,16 @@ class _VirtualRanks:
         self._exchanges: list[_VirtualExchange] = []
 
     def sum_over_ranks(self, tensor: tf.Tensor) -> tf.Tensor:
-        total = self._exchange(tensor, joins=False)
-        if not tensor.dtype.is_floating:
-            return total
-
-        def backward(upstream: tf.Tensor) -> list[tf.Tensor]:
-            return [self.sum_over_ranks(upstream)]
-
-        return differentiable([total], backward, [tensor])[0]
+        return self._exchange(tensor, False, self.sum_over_ranks)
 
     def gather(self, tensor: tf.Tensor, purpose: str = "") -> tf.Tensor:
-        gathered = self._exchange(tensor, joins=True)
-        if not tensor.dtype.is_floating:
-            return gathered
-
-        def backward(upstream: tf.Tensor) -> list[tf.Tensor]:
+        def own_rows(upstream: tf.Tensor) -> tf.Tensor:
             rows = tf.shape(tensor)[0]
-            end = tf.shape(gathered)[0]
+            end = tf.shape(upstream)[0]
             begin = tf.where(self.is_first, 0, end - rows)
-            return [self.sum_over_ranks(upstream)[begin : begin + rows]]
+            return self.sum_over_ranks(upstream)[begin : begin + rows]
 
-        return differentiable([gathered], backward, [tensor])[0]
+        return self._exchange(tensor, True, own_rows)
 
     def reduce(self, tensors: Sequence, options: ReductionOptions) -> list:
         if options.reduction != "sum":
@@ -340,7 +314,8 @@ class _VirtualRanks:
             for tensor in tensors
         ]
 
-    def _exchange(self, tensor: tf.Tensor, joins: bool) -> tf.Tensor:
+    def _exchange(self, tensor: tf.Tensor, joins: bool, gradient: Callable) -> tf.Tensor:
+        """Return what comes of an exchange, with its gradient as a function of that of the result."""
         tensor = tf.convert_to_tensor(tensor)
         if not compat.is_in_graph(self.graph, tensor):
             raise NotChecked("the ranks exchange values in a branch or a loop of the step")
@@ -348,16 +323,18 @@ class _VirtualRanks:
         with tf.init_scope():
             empty = np.zeros([0], tensor.dtype.as_numpy_dtype)
             received = compat.plain_variable(empty, shape=tf.TensorShape(None))
-            is_received = compat.plain_variable(False)
-        self._exchanges.append(_VirtualExchange(tensor, joins, received, is_received))
+        self._exchanges.append(_VirtualExchange(tensor, joins, received))
         exchanged = tf.cond(
-            tf.identity(is_received), lambda: tf.identity(received), lambda: tf.identity(tensor)
+            tf.size(received) > 0, lambda: tf.identity(received), lambda: tf.identity(tensor)
         )
         shape = tensor.shape
         if joins:
             shape = [None, *tensor.shape[1:]]
         exchanged.set_shape(shape)
-        return tf.stop_gradient(exchanged)
+        exchanged = tf.stop_gradient(exchanged)
+        if not tensor.dtype.is_floating:
+            return exchanged
+        return differentiable([exchanged], lambda upstream: [gradient(upstream)], [tensor])[0]
 
     @property
     def sent(self) -> list[tf.Tensor]:
@@ -366,7 +343,7 @@ class _VirtualRanks:
     def forget(self) -> None:
         """Let each part get what it has sent itself, as if it were alone."""
         for exchange in self._exchanges:
-            exchange.is_received.assign(False)
+            exchange.received.assign([])
 
     def deliver(self, sent: Sequence[Sequence]) -> bool:
         """Give the exchanges what all parts have sent; return True if nothing has changed."""
@@ -380,9 +357,7 @@ class _VirtualRanks:
                 continue
             else:
                 received = sum(arrays[1:], arrays[0])
-            is_old = np.array_equal(exchange.received.numpy(), received)
-            if not (exchange.is_received and is_old):
+            if not np.array_equal(exchange.received.numpy(), received):
                 is_settled = False
                 exchange.received.assign(received)
-                exchange.is_received.assign(True)
         return is_settled

@@ -54,7 +54,7 @@ class Runs:
 
     def number(self, name: str) -> Trial:
         """Return the trial of a number that the step gives to a loss, a metric or the logs."""
-        numbers = [run.numbers[name] for run in self._all()]
+        numbers = [float(run.numbers[name]) for run in self._all()]
         return self._trial(numbers)
 
     def change(self, position: int) -> Trial | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Callable, Optional
+from typing import Any, Callable
 
 from npu_device._src import compat, environment
 from npu_device._src.collectives.engine_text import say
@@ -50,16 +50,15 @@ class ReplicaState:
 
     def report(self, rows: int | None, checked: str) -> None:
         """Print the statement at the start, once; ``rows`` are those of the first batch, None of own data."""
-        if self._is_reported:
+        if self._is_reported or not self.world.is_main:
             return
         self._is_reported = True
-        if self.world.is_main:
-            callback = self.callbacks
-            # The last callback is the package's own, in which the ranks meet: Keras has set its ``params``.
-            if isinstance(callback, list):
-                callback = callback[-1]
-            steps = (getattr(callback, "params", None) or {}).get("steps")
-            say(start.statement(self.world, self.model, rows, steps, checked))
+        callback = self.callbacks
+        # The last callback is the package's own, in which the ranks meet: Keras has set its ``params``.
+        if isinstance(callback, list):
+            callback = callback[-1]
+        steps = (getattr(callback, "params", None) or {}).get("steps")
+        say(start.statement(self.world, self.model, rows, steps, checked))
 
 
 class Function(StepContext):
@@ -81,9 +80,9 @@ class Function(StepContext):
         self._is_built = False
         self._outcome_of_check = ""  # of the first-step check, in words; "" before it
         self._has_drawn = False
-        self._input_wait: Optional[sources.InputWait] = None
-        if mode == "train" and self.world.is_main:
-            self._input_wait = sources.InputWait()
+        self._input_wait = sources.InputWait()
+        # Only rank 0 says how long it waits, and only in training.
+        self._input_wait.is_over = mode != "train" or not self.world.is_main
 
     def __call__(self, batches: Any) -> Any:
         """Run a step, or several; Keras calls this with an iterator, or (to predict, in Keras 3) with a list."""
@@ -91,7 +90,7 @@ class Function(StepContext):
             self.is_first_call = False
             batches = self._start(batches)
         # In a running training, one comparison leads to Keras's own function.
-        if self._input_wait is None or self._input_wait.is_over:
+        if self._input_wait.is_over:
             return self._keras_function(batches)
         steps = compat.steps_per_call(self.model)
         return self._input_wait.call(self._keras_function, batches, steps, self.has_own_data)
@@ -143,10 +142,9 @@ class Function(StepContext):
     def after_draws(self, numbers: RandomNumbers, share: Share) -> None:
         """Let all ranks have the same draws for the whole batch, and report once on all draws."""
         draws = numbers.make_common(share.data, training_state.weights(self.model))
-        if draws and not self._has_drawn:
+        if draws and self.world.is_main and not self._has_drawn:
             self._has_drawn = True
-            if self.world.is_main:
-                say(randomness.lines(self.model, draws))
+            say(randomness.lines(self.model, draws))
 
     def _start(self, batches: Any) -> Any:
         """Make the ranks ready at the first call of a ``fit``, and return the batches with the first one put back.
@@ -173,7 +171,10 @@ class Function(StepContext):
             self._state.root_rank = 0
         # Building may have added layers and variables.
         self.known_objects = objects_of(self.model)
-        rows = self._rows_of_first(pulled)
+        # Of own data, each rank knows the number of its own samples only.
+        rows = None
+        if pulled and not self.has_own_data:
+            rows = int(rows_of(pulled[0]))
         self._compare_first_batches(pulled, rows or 0)
         if is_training and pulled:
             if not self._outcome_of_check:
@@ -184,14 +185,6 @@ class Function(StepContext):
         if is_iterator:
             return sources.with_put_back(batches, pulled)
         return batches
-
-    def _rows_of_first(self, pulled: list) -> int | None:
-        """Return the number of samples in the first batch; None of own data, of which each rank knows its own."""
-        if self.has_own_data:
-            return None
-        if not pulled:
-            return 0
-        return int(rows_of(pulled[0]))
 
     def _compare_first_batches(self, pulled: list, rows: int) -> None:
         """Compare the batches of all ranks; if they should be the same and aren't, rank 0 sends its own."""
