@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -20,6 +20,11 @@ from rank_comparison import compare, same_bits
 import npu_device as npu
 
 SAMPLES = 31
+
+
+class _Pair(NamedTuple):
+    left: Any
+    right: Any
 
 
 def _pipelines(directory: str) -> dict[str, Any]:
@@ -46,6 +51,9 @@ def _pipelines(directory: str) -> dict[str, Any]:
     def python(number: Any) -> Any:
         return tf.numpy_function(abs, [number], tf.int64, stateful=False)
 
+    def named(pair: Any) -> Any:
+        return pair.left + pair.right
+
     return {
         "shuffled": pipeline(cached.shuffle(20, seed=3).prefetch(2), square, 3),
         "repeated": pipeline(numbers.repeat(2), square, 4).repeat(2).take(9),
@@ -53,6 +61,7 @@ def _pipelines(directory: str) -> dict[str, Any]:
         "records": pipeline(records, lambda record: tf.io.decode_raw(record, tf.uint8)[0], 4),
         "seeds": pipeline(numbers, noisy, 4, seed=7),
         "structures": pipeline(pairs, nested, 5),
+        "named": pipeline(numbers.map(lambda number: _Pair(number, 2 * number)), named, 3),
         "tiny": pipeline(numbers, python, 1),
         "full": pipeline(numbers, python, np.int64(4), drop_remainder=True),
         "in files": pipeline(numbers, square, 4).cache(f"{directory}/cache"),

@@ -26,11 +26,9 @@ from npu_device._src.world.world import World
 _log = logging.getLogger("npu_device")
 _ON_DISK = "the state of step %d is written to the disk, and not kept in memory for the ranks that go on: %s"
 _NO_ROOM = "it needs more memory than a host or container has"
-_NO_OWN_FILES = (
-    "step %d isn't copied to memory: ranks can't write their own state to a temporary file:"
-)
-_OTHERS_GO_ON = (
-    "Training goes on; checkpoints on the disk continue.\n"
+_NO_OWN_FILES = "ranks can't write their own state to a temporary file:"
+_NOT_COPIED = (
+    "step %d isn't copied to memory: %s\nTraining goes on; checkpoints on the disk continue.\n"
     "What to do: make room for temporary files, or set TMPDIR to a directory that has some; leave out of per_rank what "
     "TensorFlow can't save."
 )
@@ -122,10 +120,10 @@ class JobCopies:
 
         self._own_state.collect()
         try:
-            on_all_ranks(self._world, write_own_files, _NO_OWN_FILES % step)
+            on_all_ranks(self._world, write_own_files, _NO_OWN_FILES)
         except CheckpointError as error:
             if self._disk.rank == 0 and not self._has_warned:
-                _log.warning("%s\n%s", error, _OTHERS_GO_ON)
+                _log.warning(_NOT_COPIED, step, error)
             self._has_warned = True
             return False
         else:
