@@ -29,6 +29,7 @@ from npu_device._src.trace.records import (
     PointSchema,
     RankTrace,
     Sampling,
+    Settings,
     read,
     settings,
 )
@@ -385,7 +386,16 @@ def _schema(sizes: tuple[int, ...], segments: tuple[tuple[int, int], ...]) -> Po
         GradientRecord(f"g{number}", "float32", size) for number, size in enumerate(sizes)
     )
     shapes = tuple(f"({size // 4},)" for size in sizes)
-    return PointSchema(gradients, shapes, segments, "hccl_world_group", "tensorflow", has_end=True)
+    return PointSchema(
+        replace(
+            HEADER,
+            model=records.model_of(gradients, shapes),
+            backend="tensorflow",
+            group="hccl_world_group",
+            gradients=gradients,
+            segments=segments,
+        )
+    )
 
 
 TWO = _schema((40, 4), ((0, 0), (1, 1)))
@@ -393,12 +403,17 @@ TWO = _schema((40, 4), ((0, 0), (1, 1)))
 
 def _points(begin: float) -> list[float]:
     """Forward for 1 s, two gradients, both reduced after 0.5 s, updated after 0.25 s more."""
-    return [begin, begin + 1, begin + 2, begin + 1.5, begin + 2.5, begin + 2.75]
+    return _marked([begin, begin + 1, begin + 2, begin + 1.5, begin + 2.5, begin + 2.75])
+
+
+def _marked(points: list[float]) -> list[float]:
+    """Points without an end of the backward pass, and of the own update."""
+    return [points[0], records.UNKNOWN, *points[1:-1], records.UNKNOWN, points[-1]]
 
 
 def record(directory: Path, *steps: tuple[PointSchema, list[float]]) -> RankTrace:
     """What can be read of the steps. Each line is there at once, without an orderly end."""
-    recorder = records.TraceFile(directory, HEADER, Sampling())
+    recorder = records.TraceFile(1, Settings(directory))
     for schema, points in steps:
         recorder.add(schema, points)
     [found] = read(directory)
@@ -408,10 +423,7 @@ def record(directory: Path, *steps: tuple[PointSchema, list[float]]) -> RankTrac
 
 def test_points_become_a_record(tmp_path: Path) -> None:
     found = record(tmp_path, (TWO, _points(100.0)), (TWO, _points(103.0)))
-    about = {
-        name: getattr(TWO, name) for name in ("model", "backend", "group", "gradients", "segments")
-    }
-    assert replace(found, iterations=()) == replace(HEADER, **about)
+    assert replace(found, iterations=()) == TWO.trace
     first, second = found.iterations
     assert (first.fp_start, first.bp_end, first.iteration_end) == (
         100_000_500,
@@ -430,7 +442,7 @@ def test_points_become_a_record(tmp_path: Path) -> None:
 
 
 def test_the_older_half_goes_at_the_limit(tmp_path: Path) -> None:
-    recorder = records.TraceFile(tmp_path, HEADER, Sampling(((1, 1000),)), limit=2000)
+    recorder = records.TraceFile(1, Settings(tmp_path, Sampling(((1, 1000),)), storage_limit=2000))
     for number in range(1, 101):
         recorder.add(TWO, _points(100.0 * number))
         assert (tmp_path / "rank1" / FILE).stat().st_size <= 2000
@@ -438,18 +450,19 @@ def test_the_older_half_goes_at_the_limit(tmp_path: Path) -> None:
     recorder.close()
     kept = [one.iteration for one in found.iterations]
     assert kept == list(range(kept[0], 101)) and 2 < len(kept) < 20
-    assert found.gradients == TWO.gradients
+    assert found.gradients == TWO.trace.gradients
 
 
 def test_no_iteration_of_an_earlier_cut_is_kept_at_the_limit(tmp_path: Path) -> None:
-    recorder = records.TraceFile(tmp_path, HEADER, Sampling(((1, 1000),)), limit=2000)
+    recorder = records.TraceFile(1, Settings(tmp_path, Sampling(((1, 1000),)), storage_limit=2000))
     one_segment = _schema((40, 4), ((0, 1),))
     for number in range(1, 61):
         begin = 100.0 * number
         if number % 9 < 6:
             recorder.add(TWO, _points(begin))
         else:
-            recorder.add(one_segment, [begin, begin + 1, begin + 2, begin + 2.5, begin + 2.75])
+            points = _marked([begin, begin + 1, begin + 2, begin + 2.5, begin + 2.75])
+            recorder.add(one_segment, points)
         for found in read(tmp_path):
             assert {len(each.allreduce) for each in found.iterations} <= {len(found.segments)}
     recorder.close()
@@ -459,7 +472,7 @@ def test_a_full_disk_ends_the_trace_alone(tmp_path: Path, caplog: pytest.LogCapt
     folder = tmp_path / "rank1"
     folder.mkdir()
     (folder / FILE).symlink_to("/dev/full")
-    recorder = records.TraceFile(tmp_path, HEADER, Sampling())
+    recorder = records.TraceFile(1, Settings(tmp_path))
     for begin in (100.0, 103.0):
         recorder.add(TWO, _points(begin))
     recorder.close()
@@ -477,14 +490,14 @@ def test_a_line_that_was_being_written_is_left_out(tmp_path: Path) -> None:
 
 
 def test_metrics_give_way_to_gradients(tmp_path: Path) -> None:
-    metric = (_schema((4,), ((0, 0),)), [100.0, 100.1, 100.2, 100.3])
+    metric = (_schema((4,), ((0, 0),)), _marked([100.0, 100.1, 100.2, 100.3]))
     found = record(tmp_path, *[metric, (TWO, _points(100.0))] * 3)
-    assert found.gradients == TWO.gradients
+    assert found.gradients == TWO.trace.gradients
     assert [one.iteration for one in found.iterations] == [1, 2, 3]
 
 
 def test_another_cut_begins_another_part(tmp_path: Path) -> None:
-    other = (_schema((40, 4), ((0, 1),)), [103.0, 104.0, 105.0, 105.5, 105.75])
+    other = (_schema((40, 4), ((0, 1),)), _marked([103.0, 104.0, 105.0, 105.5, 105.75]))
     found = record(tmp_path, (TWO, _points(100.0)), other, other)
     assert found.segments == ((0, 1),)
     assert found.iterations[0].allreduce == ((105_000_500, 105_500_500),)

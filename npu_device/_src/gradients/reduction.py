@@ -149,8 +149,7 @@ def reduce_list(
             for position, reduced_here in zip(positions, reduction.run()):
                 reduced[position] = _with_shape_of(tensors[position], reduced_here)
         if trace is not None:
-            alone = [[position] for position in _sparse(tensors)]
-            for segment in (*segments, *alone):
+            for segment in segments:
                 trace.segment(_own_or_last(segment, reduced, tensors))
     if trace is not None:
         reduced = trace.recorded_with(reduced)
@@ -171,8 +170,8 @@ def _to_tensor(gradient: Any) -> Gradient:
 def _cut(
     job: Job, tensors: Sequence[Gradient], options: ReductionOptions, group: Group
 ) -> tuple[Segments, list[tuple[Sequence[int], Segments]]]:
-    """Cut a list by the split strategy into segments of dense tensors, and divide it among calls: the positions of each
-    in the list, and its segments among the tensors there.
+    """Cut a list by the split strategy into segments, and divide it among calls: the positions of each in the list, and
+    its segments of dense tensors among the tensors there.
     """
     # A single dense tensor, the usual ``all_reduce``, needs no order.
     if len(tensors) == 1 and isinstance(tensors[0], tf.Tensor):
@@ -182,15 +181,11 @@ def _cut(
     call = (range(len(tensors)), segments)
     # A segment that is a call of its own has all of its tensors in one segment.
     calls: list = [(segment, [range(len(segment))]) for segment in segments]
-    # Sparse tensors are in no segment: each of them is reduced by itself.
-    calls += [([position], []) for position in _sparse(tensors)]
-    return segments, one_or_several(call, calls)
-
-
-def _sparse(tensors: Sequence[Gradient]) -> list[int]:
-    """Return the positions of sparse tensors."""
+    # Each sparse tensor is reduced by itself.
     positions = enumerate(tensors)
-    return [position for position, tensor in positions if isinstance(tensor, tf.IndexedSlices)]
+    alone = [[position] for position, tensor in positions if isinstance(tensor, tf.IndexedSlices)]
+    calls += [(segment, []) for segment in alone]
+    return [*segments, *alone], one_or_several(call, calls)
 
 
 def _with_shape_of(tensor: Gradient, reduced: Any) -> Any:

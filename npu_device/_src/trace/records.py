@@ -10,11 +10,11 @@ import contextlib
 import hashlib
 import json
 import logging
+import math
 import re
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -24,6 +24,8 @@ _log = logging.getLogger("npu_device")
 
 VERSION = 1
 FILE = "iterations.jsonl"
+UNKNOWN = math.nan
+"""The time of a point of an iteration that isn't marked."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,11 @@ class RankTrace:
     segments: tuple[tuple[int, int], ...] = ()  # first and last gradient of each segment
     iterations: tuple[Iteration, ...] = ()
 
+    @property
+    def bytes(self) -> int:
+        """Return the bytes of all gradients."""
+        return sum(gradient.bytes for gradient in self.gradients)
+
     def bytes_of(self, segment: int) -> int:
         low, high = self.segments[segment]
         return sum(gradient.bytes for gradient in self.gradients[low : high + 1])
@@ -188,74 +195,46 @@ def _iteration(fields: dict[str, Any]) -> Iteration:
 
 @dataclass(frozen=True)
 class PointSchema:
-    """The points of an iteration: fp_start (with ``has_start``), bp_end (with ``has_bp_end``), when each gradient was
-    there, the ends of segments.
+    """The points of an iteration: fp_start, bp_end, when each gradient was there, the ends of segments, update_end, and
+    iteration_end. All but those of gradients and segments may be ``UNKNOWN``.
     """
 
-    gradients: tuple[GradientRecord, ...]  # segment by segment, in the order of production
-    shapes: tuple[str, ...]  # shapes of the gradients, as text
-    segments: tuple[tuple[int, int], ...]  # first and last gradient of each segment
-    group: str
-    backend: str
-    has_start: bool = True
-    # Whether the end of the backward pass is a point of its own; if not, the last gradient marks it.
-    has_bp_end: bool = False
-    # Whether the end of the update is known; if not, the last reduction ends the iteration.
-    has_end: bool = False
-    # Whether the end of this rank's own update is known, which stands before the end of the iteration.
-    has_update_end: bool = False
+    trace: RankTrace  # the gradients and their segments, without iterations
     waits_for_all: bool = False  # no segment starts before all gradients are there
 
-    @cached_property
-    def model(self) -> str:
-        described = [
-            [gradient.dtype, shape] for gradient, shape in zip(self.gradients, self.shapes)
-        ]
-        return hashlib.blake2b(json.dumps(described).encode(), digest_size=8).hexdigest()
-
-    @cached_property
-    def bytes(self) -> int:
-        return sum(gradient.bytes for gradient in self.gradients)
-
     def iteration(
-        self, index: int, points: Sequence[float], offset_us: float, previous_end: float | None
+        self, index: int, points: Sequence[float], previous_end: float | None
     ) -> Iteration:
         """Return the record of an iteration, from the times of its points in seconds, in the order of the class."""
         # Rounded to a tenth of a microsecond, which is finer than the clock.
-        times = [round(point * 1e6 + offset_us, 1) for point in points]
-        # Taken from both ends, until only the points of gradients and segments are left.
-        end = None
-        if self.has_end:
-            end = times.pop()
-        update_end = None
-        if self.has_update_end:
-            update_end = times.pop()
-        fp_start = previous_end
-        if self.has_start:
-            fp_start = times.pop(0)
-        bp_end = None
-        if self.has_bp_end:
-            bp_end = times.pop(0)
-        ready = times[: len(self.gradients)]
-        ends = times[len(self.gradients) :]
-        allreduce = self._intervals(ready, ends)
-        # The least and the greatest time are taken: threads note the points, so that an end may seem to come before
-        # what it ends.
-        starts = [*ready]
-        if fp_start is not None:
-            starts.append(fp_start)
-        possible_ends = [end for _, end in allreduce]
-        if end is not None:
-            possible_ends.append(end)
+        times = [round(point * 1e6 + self.trace.clock_offset_us, 1) for point in points]
+        fp_start, bp_end, *middle, update_end, end = times
+        count = len(self.trace.gradients)
+        ready = middle[:count]
+        allreduce = self._intervals(ready, middle[count:])
+        # Without a point of its own, the last gradient marks the end of the backward pass, and the last reduction that
+        # of the iteration.
+        if math.isnan(fp_start):
+            fp_start = previous_end or ready[0]
+        if math.isnan(bp_end):
+            bp_end = max(ready)
+        ends = [over for _, over in allreduce]
+        if not math.isnan(end):
+            ends.append(end)
+        own_end = None
+        if not math.isnan(update_end):
+            own_end = update_end
         return Iteration(
             iteration=index,
-            fp_start=min(starts),
-            bp_end=max(ready) if bp_end is None else bp_end,
-            iteration_end=max(possible_ends),
+            # The least and the greatest time are taken: threads note the points, so that an end may seem to come before
+            # what it ends.
+            fp_start=min([fp_start, *ready]),
+            bp_end=bp_end,
+            iteration_end=max(ends),
             allreduce=allreduce,
             ready=tuple(ready),
             previous_end=previous_end,
-            update_end=update_end,
+            update_end=own_end,
         )
 
     def _intervals(
@@ -263,7 +242,7 @@ class PointSchema:
     ) -> tuple[tuple[float, float], ...]:
         """Return start and end of the reduction of each segment; it starts when its last gradient is there."""
         intervals = []
-        for (low, high), end in zip(self.segments, ends):
+        for (low, high), end in zip(self.trace.segments, ends):
             awaited = ready
             if not self.waits_for_all:
                 awaited = ready[low : high + 1]
@@ -272,18 +251,21 @@ class PointSchema:
         return tuple(intervals)
 
 
+def model_of(gradients: Sequence[GradientRecord], shapes: Sequence) -> str:
+    """Return what tells models apart: a digest of the dtypes and shapes of their gradients."""
+    described = [[gradient.dtype, str(shape)] for gradient, shape in zip(gradients, shapes)]
+    return hashlib.blake2b(json.dumps(described).encode(), digest_size=8).hexdigest()
+
+
 class TraceFile:
     """The file of one rank. If it would exceed the limit (bytes), the older half of its iterations goes."""
 
-    def __init__(
-        self, directory: Path, head: RankTrace, sampling: Sampling, limit: int | None = None
-    ) -> None:
-        self._limit = limit
-        self._path = directory / f"rank{head.rank}" / FILE
-        self._head = head
-        self._schedule = sampling
+    def __init__(self, rank: int, settings: Settings) -> None:
+        self._rank = rank
+        self._path = settings.output / f"rank{rank}" / FILE
+        self._settings = settings
         self._lock = threading.Lock()
-        self._schema: PointSchema | None = None
+        self._trace: RankTrace | None = None
         self._iteration = 0
         self._previous_end: float | None = None
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -291,14 +273,12 @@ class TraceFile:
 
     def add(self, schema: PointSchema, points: Sequence[float]) -> None:
         with self._lock:
-            if self._file is None or not self._accepts(schema):
+            if self._file is None or not self._accepts(schema.trace):
                 return
             self._iteration += 1
-            iteration = schema.iteration(
-                self._iteration, points, self._head.clock_offset_us, self._previous_end
-            )
+            iteration = schema.iteration(self._iteration, points, self._previous_end)
             self._previous_end = iteration.iteration_end
-            if self._schedule.wants(self._iteration):
+            if self._settings.sampling.wants(self._iteration):
                 self._write(iteration.__dict__)
 
     def close(self) -> None:
@@ -307,14 +287,12 @@ class TraceFile:
                 self._file.close()
                 self._file = None
 
-    def _accepts(self, schema: PointSchema) -> bool:
-        """Accept the schema if it is the first, another cut of the same model, or has more bytes."""
-        old = self._schema
-        if schema is old:
-            return True
-        if old is not None and old.model != schema.model:
+    def _accepts(self, trace: RankTrace) -> bool:
+        """Accept a trace if it is the first, another cut of the same model, or has more bytes."""
+        old = self._trace
+        if old is not None and old.model != trace.model:
             # The reductions of a smaller model, such as a part of this model, are no iterations of it.
-            if schema.bytes <= old.bytes:
+            if trace.bytes <= old.bytes:
                 return False
             assert self._file is not None
             self._file.seek(0)
@@ -322,28 +300,19 @@ class TraceFile:
             # The count begins anew, since what was recorded isn't of this model.
             self._iteration = 0
             self._previous_end = None
-        self._schema = schema
+        self._trace = trace
         # Only another cut or model is written: a function that was traced again has the same.
-        if old is None or (old.model, old.segments) != (
-            schema.model,
-            schema.segments,
-        ):
-            self._write(self._header(schema))
+        if old is None or (old.model, old.segments) != (trace.model, trace.segments):
+            self._write(trace.header())
         return True
-
-    def _header(self, schema: PointSchema) -> dict[str, object]:
-        about = {
-            name: getattr(schema, name)
-            for name in ("model", "backend", "group", "gradients", "segments")
-        }
-        return replace(self._head, **about).header()
 
     def _write(self, line: dict[str, object]) -> None:
         if self._file is None:
             return
         try:
             text = json.dumps(line, separators=(",", ":")) + "\n"
-            if self._limit is not None and self._file.tell() + len(text) > self._limit:
+            limit = self._settings.storage_limit
+            if limit is not None and self._file.tell() + len(text) > limit:
                 self._drop_older_half(self._file)
             self._file.write(text)
             # A trace may be read while the job runs.
@@ -351,7 +320,7 @@ class TraceFile:
         except OSError as error:
             _log.warning(
                 "rank %d: tracing ends here, %s can't be written: %s",
-                self._head.rank,
+                self._rank,
                 self._path,
                 error,
             )

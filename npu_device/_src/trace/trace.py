@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,13 @@ from npu_device._src.collectives.job import Job, current, current_component
 from npu_device._src.threads import start_thread
 from npu_device._src.trace.records import (
     FILE,
+    UNKNOWN,
     GradientRecord,
     PointSchema,
     RankTrace,
     Settings,
     TraceFile,
+    model_of,
 )
 
 _WAITING = 10_000  # iterations that the queue holds; a step would wait when it is full
@@ -48,12 +51,13 @@ class Tracer:
 
     def __init__(self, job: Job, settings: Settings) -> None:
         cluster = job.cluster
-        head = RankTrace(
-            cluster.rank, cluster.world_size, cluster.host, os.getpid(), *measure_clock(job)
-        )
         self.rank = cluster.rank
         self.settings = settings
-        self._file = TraceFile(settings.output, head, settings.sampling, settings.storage_limit)
+        # Without a model; each reduction says which it has.
+        self.head = RankTrace(
+            self.rank, cluster.world_size, cluster.host, os.getpid(), *measure_clock(job)
+        )
+        self._file = TraceFile(self.rank, settings)
         if cluster.rank == 0:
             _remove_surplus_traces(settings.output, cluster.world_size)
         self._schemas: list[PointSchema] = []
@@ -211,11 +215,11 @@ def reduced(gradient: Any) -> Any:
 
 def forward_start(gradients: Sequence, name: str) -> Any:
     """Return the time when all inputs of a step with these gradients are there, or those of the operation with this
-    name; None in eager mode.
+    name; ``UNKNOWN`` in eager mode.
     """
     # In eager mode, forward has run before anything was known of it.
     if tf.executing_eagerly():
-        return None
+        return UNKNOWN
     targets = [_operation(gradient) for gradient in gradients]
     graph = targets[0].graph
     named = _operation_named(graph, name)
@@ -226,14 +230,13 @@ def forward_start(gradients: Sequence, name: str) -> Any:
 
 
 def backward_end(gradients: Sequence, name: str) -> Any:
-    """Return the time when the operation with this name has ended; None without one, and in eager mode."""
+    """Return the time when the operation with this name has ended; ``UNKNOWN`` without one, and in eager mode."""
     if tf.executing_eagerly():
-        return None
-    graph = _operation(gradients[0]).graph
-    named = _operation_named(graph, name)
+        return UNKNOWN
+    named = _operation_named(_operation(gradients[0]).graph, name)
     if named is None:
-        return None
-    return _read([named], graph)
+        return UNKNOWN
+    return when([named])
 
 
 def _operation_named(graph: tf.Graph, name: str) -> tf.Operation | None:
@@ -283,23 +286,17 @@ class TracedReduction:
         self._tracer = tracer
         self._schema = schema
         self._points = [*points]
+        self.update_end: Any = UNKNOWN  # a point, with divided updates
         self._recording: tf.Operation | None = None  # the operation that records, in a session
 
     def segment(self, gradients: Sequence) -> None:
         """Note that a segment has been reduced to these tensors; in the order of the segments."""
         self._points.append(reduced(gradients[0]))
 
-    def hand_over(self, end: Any = None, update_end: Any = None) -> None:
+    def hand_over(self, end: Any = UNKNOWN) -> None:
         """Record the iteration; its end is a point of its own or the end of the last segment."""
-        schema = self._schema
-        points = self._points
-        if update_end is not None:
-            schema = replace(schema, has_update_end=True)
-            points = [*points, update_end]
-        if end is not None:
-            schema = replace(schema, has_end=True)
-            points = [*points, end]
-        self._recording = self._tracer.hand_over(schema, points)
+        points = [*self._points, self.update_end, end]
+        self._recording = self._tracer.hand_over(self._schema, points)
 
     def recorded_with(self, gradients: Sequence) -> list:
         """Return the gradients, bound to the recording: a session that fetches any of them records the iteration."""
@@ -321,7 +318,6 @@ class _OpenIteration:
 
     graph: tf.Graph | None
     reduction: TracedReduction | None = None
-    update_end: Any = None  # a point, with divided updates
 
 
 class _Current(threading.local):
@@ -353,14 +349,16 @@ def iteration() -> Iterator[None]:
         # The iteration ends when all variables have been changed by what the block has added to the graph.
         added = _operations(open_iteration.graph)[earlier:]
         end = when([operation for operation in added if changes_a_variable(operation)])
-        open_iteration.reduction.hand_over(end, open_iteration.update_end)
+        open_iteration.reduction.hand_over(end)
 
 
 def mark_update_end(operations: Sequence[tf.Operation]) -> None:
     """Note that the update of this rank ends with some operations; what follows in the iteration sends new values."""
     current = _current.iteration
-    if current is not None and current.graph is compat.graph_being_built():
-        current.update_end = when(operations)
+    if current is None or current.reduction is None:
+        return
+    if current.graph is compat.graph_being_built():
+        current.reduction.update_end = when(operations)
 
 
 def _operations(graph: tf.Graph | None) -> list[tf.Operation]:
@@ -380,26 +378,27 @@ def traced_reduction(
     wire: tf.DType | None,
 ) -> Iterator[TracedReduction | None]:
     """Mark the block as the reduction of an iteration; yield what is told of each segment, None if there are none."""
-    parts = _all_segments(gradients, segments)
-    ordered = [gradients[position] for positions in parts for position in positions]
+    ordered = [gradients[position] for positions in segments for position in positions]
     if not ordered:
         yield None
         return
-    start = forward_start(ordered, tracer.settings.fp_point)
-    end = backward_end(ordered, tracer.settings.bp_point)
-    schema = PointSchema(
-        gradients=tuple(_gradient(gradient, wire) for gradient in ordered),
-        shapes=tuple(str(gradient.shape) for gradient in ordered),
-        segments=_bounds(map(len, parts)),
-        group=group.name,
+    records = [_gradient(gradient, wire) for gradient in ordered]
+    ends = list(accumulate(map(len, segments)))
+    trace = replace(
+        tracer.head,
+        model=model_of(records, [gradient.shape for gradient in ordered]),
         backend=engine_name(job, group, [gradient.dtype for gradient in ordered]),
-        has_start=start is not None,
-        has_bp_end=end is not None,
-        waits_for_all=waits_for_all,
+        group=group.name,
+        gradients=tuple(records),
+        segments=tuple((low, high - 1) for low, high in zip([0, *ends], ends)),
     )
-    # Points stand in the order that PointSchema describes; the ends of segments follow.
-    points = [point for point in (start, end) if point is not None]
-    points += [when([gradient]) for gradient in ordered]
+    schema = PointSchema(trace, waits_for_all)
+    # In the order that PointSchema describes; the ends of segments follow.
+    points = [
+        forward_start(ordered, tracer.settings.fp_point),
+        backward_end(ordered, tracer.settings.bp_point),
+        *(when([gradient]) for gradient in ordered),
+    ]
     reduction = TracedReduction(tracer, schema, points)
     yield reduction
     if _current.iteration is not None and _current.iteration.graph is compat.graph_being_built():
@@ -407,23 +406,6 @@ def traced_reduction(
         _current.iteration.reduction = reduction
     else:
         reduction.hand_over()
-
-
-def _all_segments(gradients: Sequence, segments: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-    """Return the positions of the gradients of each segment; gradients without one are segments of their own."""
-    placed = {position for positions in segments for position in positions}
-    known = [position for position, gradient in enumerate(gradients) if gradient is not None]
-    return [*segments, *([position] for position in known if position not in placed)]
-
-
-def _bounds(lengths: Iterable[int]) -> tuple[tuple[int, int], ...]:
-    """Return the first and last number of each segment, when all are numbered one after the other."""
-    bounds = []
-    begin = 0
-    for length in lengths:
-        bounds.append((begin, begin + length - 1))
-        begin += length
-    return tuple(bounds)
 
 
 def changes_a_variable(operation: tf.Operation) -> bool:
