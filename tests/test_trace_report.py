@@ -432,8 +432,8 @@ def test_points_become_a_record(tmp_path: Path) -> None:
     )
     assert first.ready == (101_000_500, 102_000_500)
     assert first.allreduce == ((101_000_500, 101_500_500), (102_000_500, 102_500_500))
-    assert (first.previous_end, first.input_wait) == (None, None)
-    assert (second.previous_end, second.input_wait, second.time) == (
+    assert (first.previous_end, first.input_wait) == (None, 0.0)
+    assert (second.previous_end, second.input_wait, second.step) == (
         first.iteration_end,
         250_000,
         3_000_000,

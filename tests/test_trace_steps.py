@@ -93,7 +93,7 @@ def test_the_points_of_a_step(keras_two_ranks: Pool, tmp_path: Path) -> None:
         assert trace.segments == ((0, 0), (1, 1))
         assert [one.iteration for one in trace.iterations] == list(range(1, STEPS + 1))
         assert any(
-            one.last_reduced < one.iteration_end for one in trace.iterations
+            one.reduced < one.iteration_end for one in trace.iterations
         )  # the update takes a while
         for one in trace.iterations[2:]:
             assert (
@@ -101,14 +101,14 @@ def test_the_points_of_a_step(keras_two_ranks: Pool, tmp_path: Path) -> None:
                 <= one.ready[0]
                 < one.ready[1]
                 == one.bp_end
-                <= one.last_reduced
+                <= one.reduced
                 <= one.iteration_end
             )
             assert one.ready[1] - one.ready[0] > LEAST_US
             for (start, end), ready in zip(one.allreduce, one.ready):
                 assert ready == start <= end
     late = next(trace for trace in traces if trace.rank == 1)
-    assert all((one.input_wait or 0) > LEAST_US for one in late.iterations[2:])
+    assert all(one.input_wait > LEAST_US for one in late.iterations[2:])
     assert len({trace.model for trace in traces}) == 1
 
 
@@ -135,7 +135,7 @@ def test_points_may_be_named(two_ranks: Pool, tmp_path: Path) -> None:
     for trace in read(tmp_path):
         for one in trace.iterations[1:]:
             # The first nap is over before forward starts, and the second begins after the end of backward.
-            assert (one.input_wait or 0) > LEAST_US
+            assert one.input_wait > LEAST_US
             assert max(one.ready) - one.bp_end > LEAST_US
             assert one.fp_start <= one.bp_end
 
@@ -197,7 +197,7 @@ def test_gradients_that_are_reduced_by_hand(two_ranks: Pool, tmp_path: Path, kin
         assert [one.iteration for one in trace.iterations] == list(range(1, STEPS + 1))
         for before, one in zip(trace.iterations, trace.iterations[1:]):
             assert before.iteration_end <= one.fp_start + TOLERANCE_US
-            assert one.fp_start <= one.bp_end <= one.last_reduced == one.iteration_end
+            assert one.fp_start <= one.bp_end <= one.reduced == one.iteration_end
 
 
 def _clock() -> tuple[float, float | None]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from typing import Callable
 
@@ -76,27 +76,11 @@ def steady(traces: Sequence[RankTrace]) -> list[RankTrace]:
 
 
 def figures(trace: RankTrace) -> RankFigures:
-    return RankFigures(
-        rank=trace.rank,
-        host=trace.host,
-        step=_median(trace, attrgetter("time")),
-        input_wait=_median(trace, lambda iteration: iteration.input_wait or 0.0),
-        alone=_median(trace, _computing_alone),
-        hidden=_median(trace, attrgetter("hidden")),
-        exposed=_median(trace, attrgetter("exposed")),
-        update=_median(trace, _updating),
-        gather=_median(trace, attrgetter("gather")),
-    )
-
-
-def _computing_alone(iteration: Iteration) -> float:
-    return iteration.bp_end - iteration.fp_start - iteration.hidden
-
-
-def _updating(iteration: Iteration) -> float:
-    # The update begins when the gradients are there, and ends before its new values are gathered.
-    ready = max(iteration.bp_end, iteration.last_reduced)
-    return iteration.iteration_end - iteration.gather - ready
+    medians = {}
+    # An iteration has properties of the same names.
+    for figure in fields(RankFigures)[2:]:
+        medians[figure.name] = _median(trace, attrgetter(figure.name))
+    return RankFigures(trace.rank, trace.host, **medians)
 
 
 def slowest(ranks: Sequence[RankFigures]) -> Slowest | None:
@@ -115,14 +99,6 @@ def slowest(ranks: Sequence[RankFigures]) -> Slowest | None:
     if input_wait > late / 2:
         cause = "waiting for input"
     return Slowest(busiest.rank, busiest.host, late, cause)
-
-
-def median_iteration(traces: Sequence[RankTrace]) -> int:
-    """Return the number of the iteration of median length on its slowest rank."""
-    times_of_ranks = [[iteration.time for iteration in trace.iterations] for trace in traces]
-    times = list(map(max, zip(*times_of_ranks)))
-    ordered = sorted(range(len(times)), key=times.__getitem__)
-    return traces[0].iterations[ordered[len(ordered) // 2]].iteration
 
 
 _NEGLIGIBLE = 0.02  # fraction of a step that isn't worth a change
@@ -180,7 +156,7 @@ def _situation(trace: RankTrace, rank: RankFigures) -> tuple[str, str, str]:
         )
 
     order = sorted(range(len(trace.segments)), key=start)
-    total = max(1, sum(gradient.bytes for gradient in trace.gradients))
+    total = max(1, trace.bytes)
     shares = [trace.bytes_of(segment) / total for segment in order]
     backward = rank.alone + rank.hidden
     overhang = _overhang(rank)
@@ -236,8 +212,7 @@ def sent_per_second(traces: Sequence[RankTrace], rank: RankFigures) -> float:
     """Return the bytes that each host sends in a second of a reduction; 0.0 on a single host."""
     hosts = len({trace.host for trace in traces})
     # A ring of hosts sends everything twice, but for each host's own share.
-    size = sum(gradient.bytes for gradient in traces[0].gradients)
-    sent = size * 2 * (hosts - 1) / hosts
+    sent = traces[0].bytes * 2 * (hosts - 1) / hosts
     seconds = (rank.hidden + rank.exposed) * 1e-6
     return sent / max(seconds, 1e-9)
 
@@ -287,13 +262,21 @@ class Analysis:
     traces: tuple[RankTrace, ...]  # traces of all ranks, with the iterations that count
     ranks: tuple[RankFigures, ...]  # figures of where the time of each rank goes
     slowest: Slowest | None  # the rank that the others wait for
-    shown: int  # number of the iteration to draw
     diagnosis: Diagnosis  # what the split does, and what to do
 
     @property
-    def size(self) -> int:
-        """Return the bytes of all gradients."""
-        return sum(gradient.bytes for gradient in self.traces[0].gradients)
+    def times(self) -> list[float]:
+        """Return the length of each iteration, which is over when it is over on all ranks."""
+        times_of_ranks = [
+            [iteration.step for iteration in trace.iterations] for trace in self.traces
+        ]
+        return list(map(max, zip(*times_of_ranks)))
+
+    @property
+    def shown(self) -> int:
+        """Return the position of the iteration of median length, which is drawn."""
+        times = self.times
+        return sorted(range(len(times)), key=times.__getitem__)[len(times) // 2]
 
     @property
     def busiest(self) -> RankFigures:
@@ -305,6 +288,4 @@ def analyse(traces: Sequence[RankTrace]) -> Analysis:
     """Return what the iterations show that every rank has recorded, without the first ones."""
     traces = steady(traces)
     ranks = [figures(trace) for trace in traces]
-    shown = median_iteration(traces)
-    diagnosis = diagnose(traces, ranks)
-    return Analysis(tuple(traces), tuple(ranks), slowest(ranks), shown, diagnosis)
+    return Analysis(tuple(traces), tuple(ranks), slowest(ranks), diagnose(traces, ranks))

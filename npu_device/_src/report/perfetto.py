@@ -61,20 +61,19 @@ def _iteration_events(rank: int, iteration: Iteration) -> Iterator[Event]:
     fp_start = round(iteration.fp_start)
     bp_end = round(iteration.bp_end)
     end = round(iteration.iteration_end)
-    points = {"Iteration ID": iteration_id, "FP Start": fp_start, "BP End": bp_end}
-    step = {**points, "Iteration End": end, "Iteration Time(us)": end - begin}
-    yield _span(f"Iteration {iteration_id}", "Iteration Time", rank, _STEP, begin, end, step)
-    compute = {**points, "FP_BP Time(us)": bp_end - fp_start}
-    yield _span(
-        f"FP_BP Time {iteration_id}", "FP_BP Time", rank, _PHASES, fp_start, bp_end, compute
-    )
+    points = {"FP Start": fp_start, "BP End": bp_end}
+    spans = [
+        ("Iteration", "Iteration Time", _STEP, begin, end, {**points, "Iteration End": end}),
+        ("FP_BP Time", "FP_BP Time", _PHASES, fp_start, bp_end, points),
+    ]
     if iteration.update_end is not None:
-        gathers_from = round(iteration.update_end)
-        gather = {"Iteration ID": iteration_id, "Gather Time(us)": end - gathers_from}
-        yield _span(
-            f"Gather {iteration_id}", "Gather Time", rank, _PHASES, gathers_from, end, gather
-        )
-    if iteration.input_wait is not None:
+        spans.append(("Gather", "Gather Time", _PHASES, round(iteration.update_end), end, {}))
+    refresh = {"BP End": bp_end, "Iteration End": end}
+    spans.append(("Iteration Refresh", "Iteration Refresh", _PHASES, bp_end, end, refresh))
+    for name, category, line, start, over, times in spans:
+        arguments = {"Iteration ID": iteration_id, **times, f"{category}(us)": over - start}
+        yield _span(f"{name} {iteration_id}", category, rank, line, start, over, arguments)
+    if iteration.previous_end is not None:
         # The wait for data is an arrow from the beginning of the iteration, as on Ascend. Its ends attach to the spans
         # that begin there.
         wait = {"Iteration ID": iteration_id, "Data_aug Bound(us)": round(iteration.input_wait)}
@@ -86,21 +85,6 @@ def _iteration_events(rank: int, iteration: Iteration) -> Iterator[Event]:
         }
         yield {**arrow, "ph": "s", "tid": _STEP, "ts": begin, "args": wait}
         yield {**arrow, "ph": "t", "tid": _PHASES, "ts": fp_start, "args": wait}
-    refresh = {
-        "Iteration ID": iteration_id,
-        "BP End": bp_end,
-        "Iteration End": end,
-        "Iteration Refresh(us)": end - bp_end,
-    }
-    yield _span(
-        f"Iteration Refresh {iteration_id}",
-        "Iteration Refresh",
-        rank,
-        _PHASES,
-        bp_end,
-        end,
-        refresh,
-    )
     for segment, (start_us, end_us) in enumerate(iteration.allreduce):
         start = round(start_us)
         end = round(end_us)

@@ -46,7 +46,7 @@ def page(analysis: Analysis, text: str) -> str:
     and the text of the report.
     """
     traces = _drawn(analysis)
-    iterations = [_iteration(trace, analysis.shown) for trace in traces]
+    iterations = [trace.iterations[analysis.shown] for trace in traces]
     begin = min(iteration.iteration_start for iteration in iterations)
     end = max(iteration.iteration_end for iteration in iterations)
     axis = _Axis(begin, max(end - begin, 1e-3))
@@ -62,7 +62,7 @@ def page(analysis: Analysis, text: str) -> str:
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>Iteration trace</title>'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{_STYLE}</style></head>\n'
-        f"<body><h1>Iteration {analysis.shown}, of median length</h1>"
+        f"<body><h1>Iteration {iterations[0].iteration}, of median length</h1>"
         f'<div class="step">{_ticks(axis.length / 1e3)}{ranks}</div><p class="legend">{legend}</p>'
         "<p>The dashed line is the end of backward. White marks show when each gradient was ready. Forward is drawn up "
         f"to the first of them. Pause the pointer on a bar for its figures.{omission}</p>\n"
@@ -79,10 +79,6 @@ def _drawn(analysis: Analysis) -> list[RankTrace]:
     others = [trace.rank for trace in analysis.traces if trace.rank != slowest]
     ranks = {slowest, *others[: _SHOWN - 1]}
     return [trace for trace in analysis.traces if trace.rank in ranks]
-
-
-def _iteration(trace: RankTrace, iteration_id: int) -> Iteration:
-    return next(iteration for iteration in trace.iterations if iteration.iteration == iteration_id)
 
 
 @dataclass(frozen=True)
@@ -124,7 +120,7 @@ class _RankPicture:
         self._phase("forward", iteration.fp_start, backward)
         self._phase("backward", backward, iteration.bp_end)
         update_end = iteration.iteration_end - iteration.gather
-        self._phase("update", max(iteration.bp_end, iteration.last_reduced), update_end)
+        self._phase("update", iteration.reduced, update_end)
         if iteration.gather:
             self._phase("gather", update_end, iteration.iteration_end)
         for ready in iteration.ready:

@@ -27,7 +27,7 @@ def _notes(analysis: Analysis) -> list[str]:
     # The first trace stands for all: ranks have the same gradients and iterations.
     trace = analysis.traces[0]
     hosts = counted(len({trace.host for trace in analysis.traces}), "host")
-    size = amount(sum(gradient.bytes for gradient in trace.gradients))
+    size = amount(trace.bytes)
     segments = counted(len(trace.segments), "segment")
     numbers = [iteration.iteration for iteration in trace.iterations]
     lines = [
@@ -85,11 +85,7 @@ def _waiting(analysis: Analysis) -> str:
 
 
 def _spread(analysis: Analysis) -> str:
-    times_of_ranks = [
-        [iteration.time for iteration in trace.iterations] for trace in analysis.traces
-    ]
-    # A step is over when it is over on all ranks.
-    times = sorted(map(max, zip(*times_of_ranks)))
+    times = sorted(analysis.times)
     tenth = times[len(times) // 10]
     ninetieth = times[-1 - len(times) // 10]
     return (

@@ -346,7 +346,7 @@ def _what_would_help(
     if not start.shard_optimizer:
         savings["--shard-optimizer (docs/faster.md)"] = saved_by_dividing(analysis.traces, busiest)
     # A few bytes take as long as one.
-    if analysis.size > _SMALL and len(trace.segments) == 1 < len(trace.gradients):
+    if trace.bytes > _SMALL and len(trace.segments) == 1 < len(trace.gradients):
         # Reductions of segments hide in the backward pass, but for the last segment.
         savings["NPU_DEVICE_SPLIT=25%,25%,25%,25%, four segments (docs/faster.md)"] = min(
             0.75 * busiest.exposed, busiest.alone

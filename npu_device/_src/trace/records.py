@@ -61,11 +61,9 @@ class Iteration:
         return self.iteration_end - self.update_end
 
     @property
-    def input_wait(self) -> float | None:
-        """Return the microseconds between the previous iteration and this one; None for the first."""
-        if self.previous_end is None:
-            return None
-        return self.fp_start - self.previous_end
+    def input_wait(self) -> float:
+        """Return the microseconds between the previous iteration and this one; 0 for the first."""
+        return self.fp_start - self.iteration_start
 
     @property
     def iteration_start(self) -> float:
@@ -74,17 +72,24 @@ class Iteration:
         return self.previous_end
 
     @property
-    def time(self) -> float:
+    def step(self) -> float:
+        """Return the microseconds from the end of the previous iteration."""
         return self.iteration_end - self.iteration_start
 
     @property
-    def last_reduced(self) -> float:
-        return max((end for _, end in self.allreduce), default=self.bp_end)
+    def reduced(self) -> float:
+        """Return when backward and all reductions are over."""
+        return max([self.bp_end, *(end for _, end in self.allreduce)])
 
     @property
     def exposed(self) -> float:
         """Return the microseconds of communication after backward."""
-        return max(0.0, self.last_reduced - self.bp_end)
+        return self.reduced - self.bp_end
+
+    @property
+    def update(self) -> float:
+        """Return the microseconds of the optimizer, up to the exchange of new values."""
+        return self.iteration_end - self.gather - self.reduced
 
     @property
     def hidden(self) -> float:
@@ -96,6 +101,11 @@ class Iteration:
             covered += max(0.0, until - max(start, covered_until))
             covered_until = max(covered_until, until)
         return covered
+
+    @property
+    def alone(self) -> float:
+        """Return the microseconds of forward and backward without communication."""
+        return self.bp_end - self.fp_start - self.hidden
 
 
 @dataclass(frozen=True)
