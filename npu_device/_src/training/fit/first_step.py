@@ -205,27 +205,24 @@ def _examine_shares(context: StepContext, batch: Any, verdict: _RankVerdict) -> 
     tolerance = 100 * precision_of(context.model)
     named, averaged = _variables(context)
 
-    def changes(run: StepResults, handles: set[int]) -> list[findings.Change]:
+    def changes(run: StepResults) -> list[findings.Change]:
         """Return the variables that other results than those of the share change in another way."""
         runs = findings.Runs(before, share, [repeat], [run], [1.0], tolerance)
-        variables = {handle: named[handle] for handle in handles & named.keys()}
-        unlike = findings.changes(dry_step, runs, variables, set())
+        unlike = findings.changes(dry_step, runs, named, averaged)
         return [change for change in unlike if not change.is_number]
 
-    in_order = {change.name for change in changes(reversed_share, set(named))}
+    in_order = {change.position for change in changes(reversed_share)}
     kept_changes = []
-    for change in changes(other_share, set(named) - averaged):
-        is_in_order = change.name in in_order
-        kept_changes.append(replace(change, is_in_order=is_in_order))
-    # What is averaged over the ranks may differ between the shares, but not with the order of the samples.
-    changed_by_order = changes(reversed_share, averaged)
-    for change in changes(other_share, averaged):
-        if change in changed_by_order:
-            kept_changes.append(replace(change, is_averaged=True))
+    for change in changes(other_share):
+        is_in_order = change.position in in_order
+        # What is averaged over the ranks may differ between the shares, but not with the order of the samples.
+        if is_in_order or not change.is_averaged:
+            kept_changes.append(replace(change, is_in_order=is_in_order))
     if not kept_changes:
         return verdict
-    text = texts.set_by_samples(_title(context), kept_changes[0], context.world)
-    return _RankVerdict("", text)
+    # What each rank keeps comes before what is averaged.
+    change = min(kept_changes, key=lambda kept_change: kept_change.is_averaged)
+    return _RankVerdict("", texts.set_by_samples(_title(context), change, context.world))
 
 
 def _title(context: StepContext) -> str:
