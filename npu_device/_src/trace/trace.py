@@ -225,7 +225,8 @@ def forward_start(gradients: Sequence, name: str) -> Any:
     named = _operation_named(graph, name)
     if named is not None:
         return _read([tensor.op for tensor in named.inputs], graph)
-    inputs = [operation for operation in leading_to(targets) if operation.type in _INPUTS]
+    leading = compat.walk(targets, compat.producers)
+    inputs = [operation for operation in leading if operation.type in _INPUTS]
     return _read(inputs, graph)
 
 
@@ -272,11 +273,6 @@ def _operation(source: Any) -> tf.Operation:
     if isinstance(source, tf.IndexedSlices):
         source = source.values
     return origin(source).op
-
-
-def leading_to(targets: Sequence[tf.Operation]) -> Iterator[tf.Operation]:
-    """Yield operations of a graph and all those on which they depend."""
-    return compat.walk(targets, compat.producers)
 
 
 class TracedReduction:

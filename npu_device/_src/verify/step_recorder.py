@@ -26,7 +26,6 @@ from npu_device._src.collectives import job
 from npu_device._src.comparison import noise, topics
 from npu_device._src.comparison.compare import Record, RecordedStep
 from npu_device._src.gradients.reduction import compared_with_one_process
-from npu_device._src.trace.trace import leading_to
 from npu_device._src.training.fit.graph_lines import where
 from npu_device._src.training.watching import training_state
 from npu_device._src.training.watching.digests import variable_name
@@ -155,7 +154,8 @@ class StepRecorder:
         if tf.executing_eagerly():
             return
         tensors = tf.nest.flatten(gradients, expand_composites=True)
-        for operation in leading_to([tensor.op for tensor in tensors if tensor is not None]):
+        targets = [tensor.op for tensor in tensors if tensor is not None]
+        for operation in compat.walk(targets, compat.producers):
             if "Random" in operation.type and _SCOPE not in operation.name:
                 self._calls.note(topics.RANDOM, where(operation), operation.type)
 
