@@ -28,8 +28,8 @@ from npu_device._src.trace.records import (
     GradientRecord,
     PointSchema,
     RankTrace,
-    Sampling,
     Settings,
+    is_recorded,
     read,
     settings,
 )
@@ -337,7 +337,7 @@ def test_the_script_goes_before_the_environment(
     monkeypatch.setenv("NPU_DEVICE_TRACE_ITERATIONS", "3-5,10-10")
     found = settings(False, '{"output": "ignored"}')
     assert found is not None and found.output == tmp_path / "theirs"
-    assert [number for number in range(12) if found.sampling.wants(number)] == [3, 4, 5, 10]
+    assert [number for number in range(12) if is_recorded(number, found.windows)] == [3, 4, 5, 10]
     mine = settings(
         True,
         json.dumps({"output": str(tmp_path / "mine"), "fp_point": "a", "storage_limit": "200MB"}),
@@ -373,7 +373,7 @@ def test_options_with_slips_are_read_with_a_warning(
 
 
 def test_a_long_run_leaves_few_iterations() -> None:
-    recorded = [number for number in range(1, 100_001) if Sampling().wants(number)]
+    recorded = [number for number in range(1, 100_001) if is_recorded(number, ())]
     assert recorded[:100] == list(range(1, 101))
     assert len(recorded) < 650 and recorded[-1] > 98_000
 
@@ -442,7 +442,7 @@ def test_points_become_a_record(tmp_path: Path) -> None:
 
 
 def test_the_older_half_goes_at_the_limit(tmp_path: Path) -> None:
-    recorder = records.TraceFile(1, Settings(tmp_path, Sampling(((1, 1000),)), storage_limit=2000))
+    recorder = records.TraceFile(1, Settings(tmp_path, ((1, 1000),), storage_limit=2000))
     for number in range(1, 101):
         recorder.add(TWO, _points(100.0 * number))
         assert (tmp_path / "rank1" / FILE).stat().st_size <= 2000
@@ -454,7 +454,7 @@ def test_the_older_half_goes_at_the_limit(tmp_path: Path) -> None:
 
 
 def test_no_iteration_of_an_earlier_cut_is_kept_at_the_limit(tmp_path: Path) -> None:
-    recorder = records.TraceFile(1, Settings(tmp_path, Sampling(((1, 1000),)), storage_limit=2000))
+    recorder = records.TraceFile(1, Settings(tmp_path, ((1, 1000),), storage_limit=2000))
     one_segment = _schema((40, 4), ((0, 1),))
     for number in range(1, 61):
         begin = 100.0 * number

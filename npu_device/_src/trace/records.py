@@ -14,7 +14,7 @@ import math
 import re
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -288,7 +288,7 @@ class TraceFile:
             self._iteration += 1
             iteration = schema.iteration(self._iteration, points, self._previous_end)
             self._previous_end = iteration.iteration_end
-            if self._settings.sampling.wants(self._iteration):
+            if is_recorded(self._iteration, self._settings.windows):
                 self._write(iteration.__dict__)
 
     def close(self) -> None:
@@ -359,30 +359,23 @@ _STORAGE = re.compile(r"([1-9]\d*)\s*MB", re.IGNORECASE)
 _DENSE = 100
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """The iterations to record: those in the windows, or without windows the first 100 and then fewer and fewer (every
-    2nd up to 200, every 4th up to 400, …), so that a run of a million steps leaves some 800 lines.
+def is_recorded(iteration: int, windows: Sequence[tuple[int, int]]) -> bool:
+    """Return True for an iteration, from 1, in one of the windows; without windows, for the first 100, and then fewer
+    and fewer (every 2nd up to 200, every 4th up to 400, …), so that a run of a million steps leaves some 800 lines.
+
+    >>> [number for number in range(95, 112) if is_recorded(number, ())]
+    [95, 96, 97, 98, 99, 100, 102, 104, 106, 108, 110]
     """
-
-    windows: tuple[tuple[int, int], ...] = ()
-
-    def wants(self, iteration: int) -> bool:
-        """Return True for an iteration to record, from 1.
-
-        >>> [number for number in range(95, 112) if Sampling().wants(number)]
-        [95, 96, 97, 98, 99, 100, 102, 104, 106, 108, 110]
-        """
-        if self.windows:
-            return any(start <= iteration <= end for start, end in self.windows)
-        doublings = ((iteration - 1) // _DENSE).bit_length()
-        return iteration % (1 << doublings) == 0
+    if windows:
+        return any(start <= iteration <= end for start, end in windows)
+    doublings = ((iteration - 1) // _DENSE).bit_length()
+    return iteration % (1 << doublings) == 0
 
 
 @dataclass(frozen=True)
 class Settings:
     output: Path  # directory, made when it is missing
-    sampling: Sampling = field(default_factory=Sampling)  # chooses the iterations that are recorded
+    windows: tuple[tuple[int, int], ...] = ()  # iterations that are recorded; see ``is_recorded``
     fp_point: str = ""  # name of the operation with which forward starts; "" finds it
     bp_point: str = ""  # name of the operation with which backward ends; "" finds it
     storage_limit: int | None = None  # bytes that a rank may write
@@ -400,7 +393,7 @@ def settings(enabled: bool, options: str | None) -> Settings | None:
         return None
     return Settings(
         output=Path(by_name.get("output") or "./").resolve(),
-        sampling=Sampling(environment.NPU_DEVICE_TRACE_ITERATIONS.get()),
+        windows=environment.NPU_DEVICE_TRACE_ITERATIONS.get(),
         fp_point=by_name.get("fp_point", ""),
         bp_point=by_name.get("bp_point", ""),
         storage_limit=_bytes(by_name.get("storage_limit", "")),
