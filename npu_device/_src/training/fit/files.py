@@ -26,7 +26,7 @@ import threading
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Callable, Optional, cast
+from typing import Any, Callable, Optional
 
 from npu_device._src import environment
 from npu_device._src.cluster import time_limits
@@ -249,11 +249,13 @@ class Saves:
         except OSError:
             return None
         try:
-            sees = self._ask(writer, _SEES, [neighbour], time_limits.SAVE_ANSWER_SECONDS)
+            sees: bool | None = self._ask(
+                writer, _SEES, [neighbour], time_limits.SAVE_ANSWER_SECONDS
+            )
         finally:
             with contextlib.suppress(OSError):
                 os.unlink(neighbour)
-        return cast(Optional[bool], sees)
+        return sees
 
 
 def save_parts_once(world: World, model: Any) -> None:

@@ -83,8 +83,7 @@ def check(context: StepContext, batch: Any) -> str:
     set_sums(context, [verdict.sums for verdict in verdicts])
     statements = [verdict.statement for verdict in verdicts]
     # The statement of a rank that could not check comes first.
-    unchecked = [text for text in statements if text.startswith("not checked")]
-    statement = next(iter([*unchecked, *statements]))
+    statement = max(statements, key=lambda text: text.startswith("not checked"))
     added_of_ranks = [verdict.added for verdict in verdicts]
     added = next(filter(None, added_of_ranks), "")
     if added:
@@ -152,7 +151,10 @@ def _verdict(context: StepContext, batch: Any) -> _RankVerdict:
             raise NotChecked(
                 "the step runs eagerly (run_eagerly=True), and what it does in Python can't be undone"
             )
-        return _examine(context, batch)
+        samples = samples_of(without_optional(batch))
+        checked = checked_step(context, samples, is_repeated=True)
+        verdict = _judge(context, samples, checked)
+        return verdict._replace(sums=checked.sums, added=sums_in_words(context, checked))
     except NotChecked as error:
         return _RankVerdict(f"not checked: {texts.last_line(error)}")
     except Indivisible as error:
@@ -170,15 +172,6 @@ def _verdict(context: StepContext, batch: Any) -> _RankVerdict:
     except Exception:
         _log.debug("first-step check of shares", exc_info=True)
         return verdict
-
-
-def _examine(context: StepContext, batch: Any) -> _RankVerdict:
-    batch = without_optional(batch)
-    samples = samples_of(batch)
-    checked = checked_step(context, samples, is_repeated=True)
-    verdict = _judge(context, samples, checked)
-    added = sums_in_words(context, checked)
-    return verdict._replace(sums=checked.sums, added=added)
 
 
 def _examine_shares(context: StepContext, batch: Any, verdict: _RankVerdict) -> _RankVerdict:
