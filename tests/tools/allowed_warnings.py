@@ -39,6 +39,12 @@ ALLOWED: list[tuple[str, type[Warning], str]] = [
         "TensorFlow writes the graph of a session as text (framework/graph_io.py); can go when it no longer does so "
         "with protobuf 7",
     ),
+    (
+        r"\w+\.__init__ got an unexpected keyword argument '___pyct_anno'",
+        DeprecationWarning,
+        "AutoGraph, through gast, at each node of a function on Python 3.13 (TensorFlow 2.21); can go when gast "
+        "declares the argument",
+    ),
 ]
 
 
