@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from npu_device._src import compat, environment
 from npu_device._src.training.fit import findings, first_step_texts as texts, mixing, start, xla
-from npu_device._src.training.fit.dry_step import DryStep, NotChecked, Part, StepResults
+from npu_device._src.training.fit.dry_step import DryStep, NotChecked, Part
 from npu_device._src.training.fit.mixing import Mixture
 from npu_device._src.training.fit.step_context import StepContext
 from npu_device._src.training.fit.sums import (
@@ -26,6 +26,7 @@ from npu_device._src.training.fit.sums import (
     Indivisible,
     Samples,
     checked_step,
+    parts_of,
     precision_of,
     samples_of,
     set_sums,
@@ -180,13 +181,10 @@ def _examine_shares(context: StepContext, batch: Any, verdict: _RankVerdict) -> 
     total = int(units_of(batch))
     count = total // max(2, context.world.size)
     # A part is as large as what a rank gets, so that a fixed size inside the step may still fit.
-    parts = []
-    for first in (0, count):
-        run = run_of(batch, total, first, first + count)
-        parts.append(Part(run, count, 2 * count, first == 0))
+    both = run_of(batch, total, 0, 2 * count)
+    parts = parts_of(both, 2 * count, count)
     spec = start.spec_of(context.model, None, parts[0].data)
     dry_step = DryStep(context, spec)
-    before = dry_step.state()
     # The first share is compared with one of other samples, and with itself in reversed order, to find what depends on
     # the samples or on their order.
     [share, other_share] = dry_step.run(parts)
@@ -196,20 +194,12 @@ def _examine_shares(context: StepContext, batch: Any, verdict: _RankVerdict) -> 
     if not findings.are_repeatable(share, repeat):
         return verdict
     tolerance = 100 * precision_of(context.model)
-    named, averaged = _variables(context)
-
-    def changes(run: StepResults) -> list[findings.Change]:
-        """Return the variables that other results than those of the share change in another way."""
-        runs = findings.Runs(before, share, [repeat], [run], [1.0], tolerance)
-        unlike = findings.changes(dry_step, runs, named, averaged)
-        return [change for change in unlike if not change.is_number]
-
-    in_order = {change.position for change in changes(reversed_share)}
+    runs = findings.Runs(share, [repeat], [other_share], [1.0], tolerance)
     kept_changes = []
-    for change in changes(other_share):
-        is_in_order = change.position in in_order
+    for change in findings.changes(dry_step, runs, *_variables(context)):
+        is_in_order = findings.depends_on_order(change, runs, reversed_share)
         # What is averaged over the ranks may differ between the shares, but not with the order of the samples.
-        if is_in_order or not change.is_averaged:
+        if not change.is_number and (is_in_order or not change.is_averaged):
             kept_changes.append(replace(change, is_in_order=is_in_order))
     if not kept_changes:
         return verdict
@@ -300,12 +290,9 @@ def _are_sums_with_more(samples: Samples, checked: CheckedStep) -> bool:
     count = samples.whole.units
     if count < 3 or checked.dry_step.step.sums.reducers:
         return False
-    batch = samples.whole.data
-    head = Part(run_of(batch, count, 0, 1), 1, count, True)
-    tail = Part(run_of(batch, count, 1, count), count - 1, count, False)
-    parts = checked.dry_step.run([head, tail])
-    weights = [float(head.fraction), float(tail.fraction)]
-    other_cut = replace(checked.runs, parts=parts, weights=weights)
+    parts = parts_of(samples.whole.data, count, 1)
+    weights = [float(part.fraction) for part in parts]
+    other_cut = replace(checked.runs, parts=checked.dry_step.run(parts), weights=weights)
     return findings.are_sums_with_more(checked.runs, other_cut)
 
 
