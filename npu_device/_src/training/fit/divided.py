@@ -143,10 +143,7 @@ def with_tag(tag: Any, batch: Any) -> Any:
     if not isinstance(batch, (tuple, list)):
         batch = [batch]
     x, *targets = batch
-    tagged = {ROWS: tag, "x": x}
-    if not targets:
-        return tagged
-    return (tagged, *targets)
+    return ({ROWS: tag, "x": x}, *targets)
 
 
 def rows_of_rank(world: World, model: Any, sequence: Any) -> Any:
