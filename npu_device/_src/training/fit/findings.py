@@ -230,7 +230,6 @@ class Change:
     is_averaged: bool  # the ranks' increments are averaged; else each rank keeps its own
     is_by_gradients: bool  # it is set by what a tape has computed
     position: int  # position among the variables that the step changes
-    is_in_order: bool = True  # it depends on the order of the samples, as a queue of them does
 
 
 def changes(

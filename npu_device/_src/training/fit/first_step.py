@@ -134,7 +134,7 @@ def require_divisible(
         return
     rank = context.world.job.cluster.rank
     reason = texts.last_line(error)
-    text = texts.not_samples(batch, reason, context.world)
+    text = texts.not_samples(context, batch, reason)
     raise ValueError(f"rank {rank}: {text}") from error
 
 
@@ -195,21 +195,14 @@ def _examine_shares(context: StepContext, batch: Any, verdict: _RankVerdict) -> 
         return verdict
     tolerance = 100 * precision_of(context.model)
     runs = findings.Runs(share, [repeat], [other_share], [1.0], tolerance)
-    kept_changes = []
-    for change in findings.changes(dry_step, runs, *_variables(context)):
+    changes = findings.changes(dry_step, runs, *_variables(context))
+    # What each rank keeps comes before what is averaged.
+    for change in sorted(changes, key=lambda change: change.is_averaged):
         is_in_order = findings.depends_on_order(change, runs, reversed_share)
         # What is averaged over the ranks may differ between the shares, but not with the order of the samples.
         if not change.is_number and (is_in_order or not change.is_averaged):
-            kept_changes.append(replace(change, is_in_order=is_in_order))
-    if not kept_changes:
-        return verdict
-    # What each rank keeps comes before what is averaged.
-    change = min(kept_changes, key=lambda kept_change: kept_change.is_averaged)
-    return _RankVerdict("", texts.set_by_samples(_title(context), change, context.world))
-
-
-def _title(context: StepContext) -> str:
-    return f"the train step of {context.model.name!r}"
+            return _RankVerdict("", texts.set_by_samples(context, change, is_in_order))
+    return verdict
 
 
 def _reversed(part: Part) -> Part:
@@ -228,45 +221,42 @@ def _reversed(part: Part) -> Part:
 
 def _judge(context: StepContext, samples: Samples, checked: CheckedStep) -> _RankVerdict:
     """Return the verdict on a step: the first error, or else all warnings."""
-    world = context.world
-    title = _title(context)
     dry_step = checked.dry_step
     runs = checked.runs
     lines_of_sums, lines_of_losses = findings.added_losses(dry_step, runs)
     if lines_of_sums:
-        return _RankVerdict("", texts.summed(title, lines_of_sums[0], world))
+        return _RankVerdict("", texts.summed(context, lines_of_sums[0]))
     gradients = findings.compared_gradients(dry_step, runs)
     different = [gradient for gradient in gradients if not gradient.is_mean]
     # Clipped gradients may look like anything, so that this comes before their comparison.
     clipping = mixing.line_that_clips(dry_step.gradients, dry_step.step.reduced)
     if clipping is None and any(gradient.is_sum for gradient in different):
-        return _RankVerdict("", texts.of_two_kinds(title, gradients, world))
+        return _RankVerdict("", texts.of_two_kinds(context, gradients))
     changes = findings.changes(dry_step, runs, *_variables(context))
     # Changed numbers are only a warning: most are counters, which few scripts depend on.
     kept_changes = [change for change in changes if not change.is_number]
     if kept_changes:
         [reversed_run] = dry_step.run([_reversed(samples.whole)])
         is_in_order = findings.depends_on_order(kept_changes[0], runs, reversed_run)
-        change = replace(kept_changes[0], is_in_order=is_in_order)
-        return _RankVerdict("", texts.set_by_samples(title, change, world))
-    warnings = [texts.counted(title, change, world) for change in changes]
+        return _RankVerdict("", texts.set_by_samples(context, kept_changes[0], is_in_order))
+    warnings = [texts.counted(context, change) for change in changes]
     if clipping is not None:
-        warnings.append(texts.clipped(title, clipping, world))
+        warnings.append(texts.clipped(context, clipping))
     elif different:
         move = mixing.line_that_moves(dry_step.variables, dry_step.graph)
         if move:
-            warnings.append(texts.moved(title, move, world))
+            warnings.append(texts.moved(context, move))
         elif _are_sums_with_more(samples, checked):
-            return _RankVerdict("", texts.beside_a_sum(title, different, world))
+            return _RankVerdict("", texts.beside_a_sum(context, different))
         else:
             mixture = _mixture(context, samples)
             if mixture is None and lines_of_losses:
                 mixture = Mixture(f"a loss that a layer adds, {lines_of_losses[0]}", False)
-            warnings.append(texts.mixed(title, different, mixture, samples.parts, world))
+            warnings.append(texts.mixed(context, different, mixture, samples.parts))
     titles = findings.numbers_of_no_kind(dry_step, runs)
     # A loss that isn't a mean is named by the other warnings.
     if titles and not warnings:
-        warnings.append(texts.averaged(title, titles, world))
+        warnings.append(texts.averaged(context, titles))
     statement = _statement(samples, bool(warnings))
     return _RankVerdict(statement, warning="\n".join(warnings))
 

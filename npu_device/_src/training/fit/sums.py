@@ -150,7 +150,7 @@ def _runs(context: StepContext, dry_step: DryStep, samples: Samples, is_repeated
         # A failure says nothing if the step may only need more samples than were chosen.
         if len(samples.positions) < samples.total:
             raise
-        text = not_samples(samples.whole.data, last_line(error), context.world)
+        text = not_samples(context, samples.whole.data, last_line(error))
         raise Indivisible(text) from error
     if is_repeated:
         with _moved(dry_step.variables, precision):
