@@ -167,7 +167,8 @@ class Saves:
             for rank in self._writers():
                 if rank > writer:
                     self._wait_for(rank, path, moment)
-            return _exists(path)
+            # A checkpoint of TensorFlow is several files, with suffixes.
+            return os.path.exists(path) or bool(glob.glob(f"{glob.escape(path)}.*"))
         self._shared[writer, directory] = sees
         return sees
 
@@ -291,11 +292,6 @@ def saving(world: World, method: Callable) -> Callable:
 
     setattr(save, _IS_REPLACED, True)
     return save
-
-
-def _exists(path: str) -> bool:
-    # A checkpoint of TensorFlow is several files, with suffixes.
-    return os.path.exists(path) or bool(glob.glob(f"{glob.escape(path)}.*"))
 
 
 def _like(class_name: str, text: str) -> Exception:

@@ -91,8 +91,7 @@ def are_repeatable(run: StepResults, again: StepResults) -> bool:
     """Return True if the same samples give the same gradients, but for what some kernels add up in any order."""
     pairs = [_dense(pair) for pair in zip(run.gradients, again.gradients)]
     # Gradients are compared by the size of all of them together: some are nearly 0, and rounded like the rest.
-    squares = [norm(gradient) ** 2 for gradient, _ in pairs]
-    size = np.sqrt(sum(squares))
+    size = norm([norm(gradient) for gradient, _ in pairs])
     for gradient, repeat in pairs:
         allowed = 0.01 * (norm(gradient) + size)
         # ``not <=``, because a comparison with NaN is always false.
@@ -106,10 +105,9 @@ def are_comparable(run: StepResults) -> bool:
     sizes = []
     for gradient in run.gradients:
         [dense] = _dense([gradient])
-        if not np.all(np.isfinite(dense)):
-            return False
         sizes.append(norm(dense))
-    return not sizes or max(sizes) > 0
+    # Neither holds for NaN.
+    return not sizes or 0 < sum(sizes) < np.inf
 
 
 def compared_gradients(dry_step: DryStep, runs: Runs) -> list[ComparedGradient]:
@@ -119,8 +117,7 @@ def compared_gradients(dry_step: DryStep, runs: Runs) -> list[ComparedGradient]:
     for position, reducer in enumerate(dry_step.reducers):
         trials.append(runs.gradient(position, reducer in summed))
     # The tolerance depends on all gradients: a small one is rounded as those are that it is computed with.
-    squares = [trial.size**2 for trial in trials]
-    size = float(np.sqrt(sum(squares)))
+    size = norm([trial.size for trial in trials])
     compared = []
     for variable, reducer, trial in zip(dry_step.variables, dry_step.reducers, trials):
         allowed = trial.allowed(runs.tolerance, 0.01 * runs.tolerance * size)

@@ -201,6 +201,6 @@ def not_samples(context: StepContext, batch: Any, error: str) -> str:
     return (
         f"a replicated model divides a batch among the {context.world.size} ranks along the first axis of each tensor, "
         f"but the train step fails with a part of these:\n{shapes_of(batch)}\n  {error}\nLikely cause: the first axis "
-        "isn't samples, as in pairs or graphs; or the model has a fixed batch size.\nWhat to do: put the samples first in "
-        "each tensor; or let each rank read its own batches, and pass them as npu.distribute.divided(dataset)."
+        "isn't samples, as in pairs or graphs; or the model has a fixed batch size.\nWhat to do: put the samples first "
+        "in each tensor; or let each rank read its own batches, and pass them as npu.distribute.divided(dataset)."
     )

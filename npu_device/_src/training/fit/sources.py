@@ -188,13 +188,7 @@ _OWN = (
 
 def pull(batches: Any, count: int) -> list:
     """Return the next batches of an iterator, fewer at its end."""
-    pulled = []
-    for _ in range(count):
-        try:
-            pulled.append(next(batches))
-        except (StopIteration, tf.errors.OutOfRangeError):
-            break
-    return pulled
+    return list(itertools.islice(batches, count))
 
 
 def with_put_back(batches: Any, pulled: list) -> Any:
