@@ -91,7 +91,10 @@ class DryStep:
         # What can't be undone must be known before the step first runs.
         effect = compat.what_remains(self.graph)
         if effect is not None:
-            raise NotChecked(f"the step {effect[0]}{_at(effect[1])}")
+            text, operation = effect
+            line = where(operation)
+            location = f" ({line})" * bool(line)
+            raise NotChecked(f"the step {text}{location}")
         self.handles = [handle for handle, _ in compat.changed_by(self.graph)]
 
     @compat.do_not_convert
@@ -250,13 +253,6 @@ def _call_as_in_inference(original: Callable, *args: Any, **kwargs: Any) -> Any:
     bound = inspect.signature(original).bind(*args, **kwargs)
     bound.arguments["training"] = False
     return original(*bound.args, **bound.kwargs)
-
-
-def _at(operation: Any) -> str:
-    line = where(operation)
-    if not line:
-        return ""
-    return f" ({line})"
 
 
 # Virtual ranks exist only in the trace. A step is traced once, as one rank. It runs for one part after the other, so

@@ -304,8 +304,8 @@ def _variables(context: StepContext) -> tuple[dict[int, Any], set[int]]:
     """Return the variables that a step may change only as one process does, and those that are averaged; by handle."""
     model = context.model
     objects = context.objects
-    named = _by_handle(training_state.common(model, compat.variables_of(model)))
-    named.update(_by_handle(training_state.loose_variables(model)))
+    variables = training_state.common(model, compat.variables_of(model))
+    named = _by_handle([*variables, *training_state.loose_variables(model)])
     # The ranks reduce the states of metrics and optimizers themselves.
     reduced = training_state.optimizer_state(model)
     reduced += [variable for metric in objects.metrics for variable in metric.variables]
