@@ -50,3 +50,8 @@ def is_generated(dataset: Any) -> bool:
         if any(operation.type == "GeneratorDataset" for operation in operations):
             return True
     return any(map(is_generated, dataset._inputs()))
+
+
+def tuples_for_lists(structure: Any) -> Any:
+    """Return nested data with tuples in place of lists. The function has no public name."""
+    return tf.__internal__.nest.list_to_tuple(structure)

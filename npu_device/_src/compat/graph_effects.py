@@ -85,6 +85,9 @@ def what_remains(graph: Any) -> tuple[str, Any] | None:
             return "draws random numbers in a branch or a loop", call
         if re.match("PyFunc|EagerPyFunc|Collective|Write", inner_type):
             return f"runs {inner_type}, which can't be undone", call
+    for outer, setter in changed_by(graph):
+        if dtype_of_variable(outer) is None:
+            return f"changes what can't be restored ({setter.type})", setter
     return None
 
 
@@ -117,21 +120,16 @@ def _inside(graph: Any) -> Iterator[tuple[str, Any]]:
                 yield node.op, operation
 
 
-def changed_by(graph: Any) -> tuple[list, Any]:
-    """Return the handles of the variables that a traced function may set, and an operation that changes something
-    else, or None.
+def changed_by(graph: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the handles of the variables and other resources that a traced function may set, each with an operation
+    that does.
     """
-    handles = []
     for outer, inner in graph.captures:
         # Nothing can set what a captured tensor holds.
-        if inner.dtype != tf.resource:
-            continue
-        setters = [user for user in inner.consumers() if _sets(user, inner)]
-        if setters and dtype_of_variable(outer) is not None:
-            handles.append(outer)
-        elif setters:
-            return handles, setters[0]
-    return handles, None
+        if inner.dtype == tf.resource:
+            setters = [user for user in inner.consumers() if _sets(user, inner)]
+            for setter in setters[:1]:
+                yield outer, setter
 
 
 def may_be_set(variables: Iterable) -> list[bool]:

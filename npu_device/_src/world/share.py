@@ -120,40 +120,31 @@ def _joined(*leaves: Any) -> Any:
     return tf.concat(leaves, axis=0)
 
 
-def tag_of(batch: Any) -> Any:
-    """Return the tag of a tagged batch, int64 of shape [2]; see ``divided.with_tag``."""
-    if isinstance(batch, (tuple, list)):
-        batch = batch[0]
-    return batch[ROWS]
-
-
 def count_of(batch: Any) -> Any:
     """Return how many samples count in a tagged batch, int64 of shape []."""
-    return tag_of(batch)[0]
+    return batch[0][ROWS][0]
 
 
 def mark_of(batch: Any) -> Any:
     """Return the mark of a tagged batch, int64 of shape []; 0 without one."""
-    return tag_of(batch)[1]
+    return batch[0][ROWS][1]
 
 
 def is_tagged(batch: Any) -> bool:
     """Return whether a batch is from a rank's own data, not to be cut into shares."""
-    if isinstance(batch, (tuple, list)) and batch:
-        batch = batch[0]
-    return isinstance(batch, dict) and ROWS in batch
+    if not isinstance(batch, (tuple, list)) or not batch:
+        return False
+    return isinstance(batch[0], dict) and ROWS in batch[0]
 
 
 def content(batch: Any) -> Any:
     """Return a batch in the form that the step of the model gets."""
     if not is_tagged(batch):
         return batch
-    if isinstance(batch, dict):
-        return batch["x"]
-    samples = batch[0]["x"]
-    if len(batch) == 1:
-        return samples
-    return (samples, *batch[1:])
+    tagged, *targets = batch
+    if not targets:
+        return tagged["x"]
+    return (tagged["x"], *targets)
 
 
 def rows_of(batch: Any) -> Number:

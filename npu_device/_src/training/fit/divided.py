@@ -143,10 +143,7 @@ def with_tag(tag: Any, batch: Any) -> Any:
     if not isinstance(batch, (tuple, list)):
         batch = [batch]
     x, *targets = batch
-    tagged = {ROWS: tag, "x": x}
-    if not targets:
-        return tagged
-    return (tagged, *targets)
+    return ({ROWS: tag, "x": x}, *targets)
 
 
 def rows_of_rank(world: World, model: Any, sequence: Any) -> Any:
@@ -247,10 +244,10 @@ class Pipeline(OwnData):
     def __init__(self, tagged: tf.data.Dataset, are_full: bool) -> None:
         self._tagged = tagged  # a dataset of pairs: tags of rows, and the rows
         self._are_full = are_full  # True if all batches have the same number of rows
-        rows_of_batch = _rows_that_count
-        if are_full:
-            rows_of_batch = _all_rows
-        super().__init__(tagged.map(rows_of_batch))
+        rows = tagged.map(lambda tags, rows: rows)
+        if not are_full:
+            rows = tagged.map(_rows_that_count)
+        super().__init__(rows)
         self.for_keras = tagged.map(_with_common_tag)
 
     def cache(self, filename: str = "") -> Pipeline:
@@ -400,10 +397,6 @@ def _with_common_tag(tags: tf.Tensor, rows: Any) -> Any:
     # All rows have the mark of their batch.
     count = tf.reduce_sum(tags[:, 0])
     return with_tag(tf.stack([count, tags[0, 1]]), rows)
-
-
-def _all_rows(tags: tf.Tensor, rows: Any) -> Any:
-    return rows
 
 
 def _rows_that_count(tags: tf.Tensor, rows: Any) -> Any:

@@ -58,11 +58,10 @@ def draws_of(
     flow = DataFlow(graph, samples)
     reasons = _Reasons(flow, samples, weight_shapes)
     draws = []
-    for operation in graph.get_operations()[start:]:
-        if is_draw(operation):
-            name = _name(operation)
-            common = reasons.of(operation)
-            draws.append(Draw(name, is_stateful(operation), common, operation=operation))
+    for operation in filter(is_draw, graph.get_operations()[start:]):
+        name = _name(operation)
+        common = reasons.of(operation)
+        draws.append(Draw(name, is_stateful(operation), common, operation=operation))
     deciding = flow.draws_deciding_inside()
     for operation in flow.draws_inside():
         name = _name(operation)

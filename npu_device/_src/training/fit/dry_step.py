@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -74,31 +75,27 @@ class DryStep:
         self._world: _VirtualRanks
         # Replaced methods are given back when the trace has ended, not when ``_begin`` returns.
         self._while_tracing = Replaced()
+
+        def step(batch: Any, units: Any, total: Any, is_first: Any) -> Any:
+            self._begin(Share(batch, units, total), is_first)
+            return self._returned_tensors(context.own_step(batch))
+
+        # AutoGraph is on where Keras itself traces the step with it.
+        function = tf.function(step, autograph=not compat.of_keras_3(context.model))
+        count = tf.TensorSpec([], tf.int32)
+        flag = tf.TensorSpec([], tf.bool)
         # What functions of the script do is looked at, too, and they would keep it, without noise, for later.
         with self._while_tracing, compat.expanded_functions():
-            self._function = self._traced(context.own_step, spec)
+            self._function = function.get_concrete_function(spec, count, count, flag)
         self.graph = self._function.graph
         # What can't be undone must be known before the step first runs.
         effect = compat.what_remains(self.graph)
         if effect is not None:
-            raise NotChecked(f"the step {effect[0]}{_at(effect[1])}")
-        self.handles, setter = compat.changed_by(self.graph)
-        if setter is not None:
-            raise NotChecked(
-                f"the step changes what can't be restored ({setter.type}){_at(setter)}"
-            )
-
-    def _traced(self, own_step: Callable[[Any], Any], spec: Any) -> Any:
-        def step(batch: Any, units: Any, total: Any, is_first: Any) -> Any:
-            self._begin(Share(batch, units, total), is_first)
-            return self._returned_tensors(own_step(batch))
-
-        count = tf.TensorSpec([], tf.int32)
-        flag = tf.TensorSpec([], tf.bool)
-        # AutoGraph is on where Keras itself traces the step with it.
-        autograph = not compat.of_keras_3(self._context.model)
-        function = tf.function(step, autograph=autograph)
-        return function.get_concrete_function(spec, count, count, flag)
+            text, operation = effect
+            line = where(operation)
+            location = f" ({line})" * bool(line)
+            raise NotChecked(f"the step {text}{location}")
+        self.handles = [handle for handle, _ in compat.changed_by(self.graph)]
 
     @compat.do_not_convert
     def _begin(self, share: Share, is_first: tf.Tensor) -> None:
@@ -114,16 +111,11 @@ class DryStep:
             self._record(optimizer, replaced)
         # Metrics may count anything, and moving averages are state: neither belongs to what is compared.
         objects = replace(context.objects, metrics=[], trackers=[], statistics=[])
-        virtual = StepContext(
-            self._world,
-            context.model,
-            # In "train", the step would replace random generators and synchronize layers.
-            mode="check",
-            own_step=context.own_step,
-            sums=context.sums,
-            checksum=context.checksum,
-            known_objects=objects,
-        )
+        virtual = copy.copy(context)
+        virtual.world = self._world
+        # In "train", the step would replace random generators and synchronize layers.
+        virtual.mode = "check"
+        virtual.known_objects = objects
         replaced.enter_context(Step(virtual, share))
         step = current_step()
         assert step is not None
@@ -263,23 +255,9 @@ def _call_as_in_inference(original: Callable, *args: Any, **kwargs: Any) -> Any:
     return original(*bound.args, **bound.kwargs)
 
 
-def _at(operation: Any) -> str:
-    line = where(operation)
-    if not line:
-        return ""
-    return f" ({line})"
-
-
 # Virtual ranks exist only in the trace. A step is traced once, as one rank. It runs for one part after the other, so
 # that none of them knows what the others send. So it runs several times: each time the exchanges have the results of
 # what was sent the last time, until they no longer change.
-
-
-@dataclass
-class _VirtualExchange:
-    sent: tf.Tensor
-    joins: bool  # the exchange joins what parts send; otherwise it adds that up
-    received: Any  # a variable that holds what comes of it; empty while each part has what it has sent itself
 
 
 class _VirtualRanks:
@@ -292,7 +270,10 @@ class _VirtualRanks:
     def __init__(self, graph: Any, is_first: tf.Tensor) -> None:
         self.graph = graph
         self.is_first = is_first
-        self._exchanges: list[_VirtualExchange] = []
+        self.sent: list[tf.Tensor] = []  # what the step sends, by exchange
+        # By exchange, True if it joins what parts send, and otherwise adds that up; and a variable that holds what
+        # comes of it, empty while each part has what it has sent itself.
+        self._exchanges: list[tuple[bool, Any]] = []
 
     def sum_over_ranks(self, tensor: tf.Tensor) -> tf.Tensor:
         return self._exchange(tensor, False, self.sum_over_ranks)
@@ -323,7 +304,8 @@ class _VirtualRanks:
         with tf.init_scope():
             empty = np.zeros([0], tensor.dtype.as_numpy_dtype)
             received = compat.plain_variable(empty, shape=tf.TensorShape(None))
-        self._exchanges.append(_VirtualExchange(tensor, joins, received))
+        self.sent.append(tensor)
+        self._exchanges.append((joins, received))
         exchanged = tf.cond(
             tf.size(received) > 0, lambda: tf.identity(received), lambda: tf.identity(tensor)
         )
@@ -336,28 +318,24 @@ class _VirtualRanks:
             return exchanged
         return differentiable([exchanged], lambda upstream: [gradient(upstream)], [tensor])[0]
 
-    @property
-    def sent(self) -> list[tf.Tensor]:
-        return [exchange.sent for exchange in self._exchanges]
-
     def forget(self) -> None:
         """Let each part get what it has sent itself, as if it were alone."""
-        for exchange in self._exchanges:
-            exchange.received.assign([])
+        for _, received in self._exchanges:
+            received.assign([])
 
     def deliver(self, sent: Sequence[Sequence]) -> bool:
         """Give the exchanges what all parts have sent; return True if nothing has changed."""
         is_settled = True
-        for position, exchange in enumerate(self._exchanges):
-            arrays = [np.asarray(tensors[position]) for tensors in sent]
-            if exchange.joins:
-                received = np.concatenate(arrays)
+        for (joins, received), tensors in zip(self._exchanges, zip(*sent)):
+            arrays = list(map(np.asarray, tensors))
+            if joins:
+                result = np.concatenate(arrays)
             elif len({array.shape for array in arrays}) > 1:
                 is_settled = False  # the exchange depends on others that have no results yet
                 continue
             else:
-                received = sum(arrays[1:], arrays[0])
-            if not np.array_equal(exchange.received.numpy(), received):
+                result = sum(arrays[1:], arrays[0])
+            if not np.array_equal(received.numpy(), result):
                 is_settled = False
-                exchange.received.assign(received)
+                received.assign(result)
         return is_settled

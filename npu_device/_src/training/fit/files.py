@@ -17,7 +17,6 @@ import builtins
 import contextlib
 import functools
 import glob
-import itertools
 import json
 import logging
 import os
@@ -25,7 +24,6 @@ import secrets
 import threading
 import time
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any, Callable, Optional
 
 from npu_device._src import environment
@@ -59,20 +57,6 @@ _Moment = tuple[int, int]
 _SaveOutcome = tuple[bool, Optional[tuple[str, str]]]
 
 
-@dataclass
-class _Save:
-    """The newest save of a path by a rank."""
-
-    moment: _Moment  # when the save began
-    is_over: bool = False
-    wrote: bool = False  # this rank has written the file, and hasn't waited for another one
-    error: tuple[str, str] | None = None  # type and text of the error of the save
-
-    @property
-    def outcome(self) -> _SaveOutcome:
-        return self.wrote, self.error
-
-
 class Saves:
     """The saves of this rank in a job, and its answers to ranks that wait for them."""
 
@@ -80,21 +64,23 @@ class Saves:
         self._job = job
         self._rank = job.cluster.rank
         self._calls = job.counts.of(job.group(WORLD_GROUP))
-        # Numbers make questions different, since the hub takes equal ones for one.
-        self._numbers = itertools.count()
         self._lock = threading.Lock()
-        self._saves: dict[str, _Save] = {}
+        # By path, when its newest save by this rank began, and how that has ended, once it has.
+        self._saves: dict[str, tuple[_Moment, Future[_SaveOutcome]]] = {}
+        self._next_begin = Future[None]()  # ends when this rank begins another save
         # Whether this rank sees the files of a writer in a directory.
         self._shared: dict[tuple[int, str], bool] = {}
-        # The saves that wait for an answer, by the rank that asks.
-        self._asked: dict[int, tuple[str, _Moment, Future[_SaveOutcome]]] = {}
         job.health.on_question(_SAVE_OVER, self._answer)
         job.health.on_question(_SEES, lambda body: os.path.exists(body[0]))
 
     def close(self) -> None:
         """Leave what this rank has written to ranks that come to the place of a save after it has left the job."""
+        wrote = {}
         with self._lock:
-            wrote = {path: save.outcome for path, save in self._saves.items() if save.wrote}
+            for path, (_, outcome) in self._saves.items():
+                # A save that hasn't ended is none to read.
+                if outcome.done() and outcome.result()[0]:
+                    wrote[path] = outcome.result()
         if wrote:
             with contextlib.suppress(ClusterError):
                 self._job.control.set(f"{_SAVE_OVER} {self._rank}", json.dumps(wrote))
@@ -105,63 +91,50 @@ class Saves:
             collectives = self._calls.started
             # Ranks that have made the same collectives are at the same place of the script.
             count = 1
-            earlier = self._saves.pop(path, None)
-            # After a collective, the count starts anew.
-            if earlier is not None and earlier.moment[0] >= collectives:
-                count = earlier.moment[1] + 1
+            if path in self._saves:
+                earlier, _ = self._saves.pop(path)
+                # After a collective, the count starts anew.
+                if earlier[0] >= collectives:
+                    count = earlier[1] + 1
             # Insertion order is the order of saves, so the first path is the one saved longest ago.
             if len(self._saves) == _REMEMBERED:
                 del self._saves[next(iter(self._saves))]
-            save = self._saves[path] = _Save((collectives, count))
+            moment = (collectives, count)
+            outcome = Future[_SaveOutcome]()
+            self._saves[path] = (moment, outcome)
+            begin = self._next_begin
+            self._next_begin = Future()
+        # Ends outside of the lock, since a future runs its callbacks at once.
+        begin.set_result(None)
+        wrote = False
+        failure = None
         try:
-            moment = save.moment
-            if not any(self._wait_until_written_by(rank, path, moment) for rank in self._writers()):
-                save.wrote = True
+            writers = self._writers()
+            wrote = not any(self._wait_until_written_by(rank, path, moment) for rank in writers)
+            if wrote:
                 return write()
         except BaseException as error:
-            save.error = type(error).__name__, str(error)
+            failure = (type(error).__name__, str(error))
             raise
         finally:
             # The end is told also after an error, which the waiting ranks raise, too.
-            self._end(path, save)
+            outcome.set_result((wrote, failure))
         return None
-
-    def _end(self, path: str, save: _Save) -> None:
-        answers = []
-        with self._lock:
-            save.is_over = True
-            for rank, (asked_path, moment, answer) in list(self._asked.items()):
-                outcome = self._outcome(path, moment)
-                if asked_path == path and outcome is not None:
-                    del self._asked[rank]
-                    answers.append((answer, outcome))
-        # Answered outside of the lock, since a future runs its callbacks at once.
-        for answer, outcome in answers:
-            answer.set_result(outcome)
 
     # The rank that writes
 
-    def _outcome(self, path: str, moment: _Moment) -> _SaveOutcome | None:
-        """Return how the save of a path that belongs to a moment has ended; None if that isn't known yet."""
-        save = self._saves.get(path)
-        has_passed = self._calls.started > moment[0]
-        if save is None and has_passed:
-            return False, None
-        if save is not None and save.is_over and (has_passed or save.moment >= moment):
-            return save.outcome
-        return None
-
-    def _answer(self, body: Any) -> _SaveOutcome | Future[_SaveOutcome]:
-        rank, path, collectives, count, _ = body
-        moment = (collectives, count)
+    def _answer(self, body: Any) -> _SaveOutcome | Future:
+        """Return how the save of a path that belongs to a moment ends; None at the next save if it isn't known."""
+        path, collectives, count, _ = body
         with self._lock:
-            outcome = self._outcome(path, moment)
-            if outcome is not None:
-                return outcome
-            answer = Future[_SaveOutcome]()
-            # This replaces a question for which the rank no longer waits.
-            self._asked[rank] = (path, moment, answer)
-        return answer
+            has_passed = self._calls.started > collectives
+            if path in self._saves:
+                moment, outcome = self._saves[path]
+                if has_passed or moment >= (collectives, count):
+                    return outcome
+            elif has_passed:
+                return False, None
+            return self._next_begin
 
     # A rank that waits
 
@@ -194,7 +167,8 @@ class Saves:
             for rank in self._writers():
                 if rank > writer:
                     self._wait_for(rank, path, moment)
-            return _exists(path)
+            # A checkpoint of TensorFlow is several files, with suffixes.
+            return os.path.exists(path) or bool(glob.glob(f"{glob.escape(path)}.*"))
         self._shared[writer, directory] = sees
         return sees
 
@@ -202,9 +176,12 @@ class Saves:
         limit = environment.NPU_DEVICE_STALL_TIMEOUT.get()
         deadline = time.monotonic() + limit
         seconds = time_limits.FIRST_SAVE_CHECK_SECONDS
+        attempt = 0
         while True:
             self._job.health.require_running()
-            outcome = self._ask(writer, _SAVE_OVER, [self._rank, path, *moment], seconds)
+            # The number makes questions different, since the hub takes equal ones for one.
+            attempt += 1
+            outcome = self._ask(writer, _SAVE_OVER, [path, *moment, attempt], seconds)
             if outcome is not None:
                 return outcome
             if self._job.health.has_left(writer):
@@ -230,9 +207,7 @@ class Saves:
             seconds = min(2 * seconds, time_limits.LONGEST_SAVE_CHECK_SECONDS)
 
     def _ask(self, rank: int, topic: str, body: list, seconds: float) -> Any:
-        question = [*body, next(self._numbers)]
-        answers = self._job.health.ask(topic, question, [rank], seconds)
-        return answers.get(rank)
+        return self._job.health.ask(topic, body, [rank], seconds).get(rank)
 
     def _sees_files_of(self, writer: int, directory: str) -> bool | None:
         """Return whether this rank sees the same directory as another one: a new file of the one appears to both.
@@ -317,11 +292,6 @@ def saving(world: World, method: Callable) -> Callable:
 
     setattr(save, _IS_REPLACED, True)
     return save
-
-
-def _exists(path: str) -> bool:
-    # A checkpoint of TensorFlow is several files, with suffixes.
-    return os.path.exists(path) or bool(glob.glob(f"{glob.escape(path)}.*"))
 
 
 def _like(class_name: str, text: str) -> Exception:

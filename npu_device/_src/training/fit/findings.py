@@ -28,13 +28,12 @@ _CLEARLY = 1e-3
 class Runs:
     """The results of a step that ran on all samples, on all of them again, and on parts of them."""
 
-    before: Sequence[np.ndarray]  # the values of the variables before the step
     whole: StepResults
     repeats: Sequence[StepResults]  # the same again, and with weights that differ by rounding
     parts: Sequence[StepResults]
     weights: Sequence[float]  # the parts' fractions of the samples
     tolerance: float  # largest difference that counts as rounding, relative
-    doubled: StepResults | None = None  # of all samples twice
+    doubled: Sequence[StepResults] = ()  # of all samples twice, if the step runs on those
 
     def gradient(self, position: int, is_added_up: bool = False) -> Trial:
         """Return the trial of a gradient; one that is added up over the ranks isn't weighted."""
@@ -57,9 +56,8 @@ class Runs:
         numbers = [float(run.numbers[name]) for run in self._all()]
         return self._trial(numbers)
 
-    def change(self, position: int) -> Trial | None:
+    def change(self, position: int, before: np.ndarray) -> Trial | None:
         """Return the trial of what the step adds to a variable; None if that has a new shape."""
-        before = self.before[position]
         states = [run.state[position] for run in self._all()]
         if any(state.shape != before.shape for state in states):
             return None
@@ -67,10 +65,7 @@ class Runs:
         return self._trial(added)
 
     def _all(self) -> list[StepResults]:
-        doubled = []
-        if self.doubled is not None:
-            doubled = [self.doubled]
-        return [self.whole, *self.repeats, *self.parts, *doubled]
+        return [self.whole, *self.repeats, *self.parts, *self.doubled]
 
     def _trial(self, arrays: Sequence) -> Trial:
         """Return the trial of a quantity, given its values in all results."""
@@ -95,11 +90,8 @@ class ComparedGradient:
 def are_repeatable(run: StepResults, again: StepResults) -> bool:
     """Return True if the same samples give the same gradients, but for what some kernels add up in any order."""
     pairs = [_dense(pair) for pair in zip(run.gradients, again.gradients)]
-    if all(np.array_equal(gradient, repeat) for gradient, repeat in pairs):
-        return True
     # Gradients are compared by the size of all of them together: some are nearly 0, and rounded like the rest.
-    squares = [norm(gradient) ** 2 for gradient, _ in pairs]
-    size = np.sqrt(sum(squares))
+    size = norm([norm(gradient) for gradient, _ in pairs])
     for gradient, repeat in pairs:
         allowed = 0.01 * (norm(gradient) + size)
         # ``not <=``, because a comparison with NaN is always false.
@@ -113,10 +105,9 @@ def are_comparable(run: StepResults) -> bool:
     sizes = []
     for gradient in run.gradients:
         [dense] = _dense([gradient])
-        if not np.all(np.isfinite(dense)):
-            return False
         sizes.append(norm(dense))
-    return not sizes or max(sizes) > 0
+    # Neither holds for NaN.
+    return not sizes or 0 < sum(sizes) < np.inf
 
 
 def compared_gradients(dry_step: DryStep, runs: Runs) -> list[ComparedGradient]:
@@ -126,8 +117,7 @@ def compared_gradients(dry_step: DryStep, runs: Runs) -> list[ComparedGradient]:
     for position, reducer in enumerate(dry_step.reducers):
         trials.append(runs.gradient(position, reducer in summed))
     # The tolerance depends on all gradients: a small one is rounded as those are that it is computed with.
-    squares = [trial.size**2 for trial in trials]
-    size = float(np.sqrt(sum(squares)))
+    size = norm([trial.size for trial in trials])
     compared = []
     for variable, reducer, trial in zip(dry_step.variables, dry_step.reducers, trials):
         allowed = trial.allowed(runs.tolerance, 0.01 * runs.tolerance * size)
@@ -237,7 +227,6 @@ class Change:
     is_averaged: bool  # the ranks' increments are averaged; else each rank keeps its own
     is_by_gradients: bool  # it is set by what a tape has computed
     position: int  # position among the variables that the step changes
-    is_in_order: bool = True  # it depends on the order of the samples, as a queue of them does
 
 
 def changes(
@@ -245,13 +234,13 @@ def changes(
 ) -> list[Change]:
     """Return the ``named`` variables, by their handles' ``id``, that the step changes unlike one process."""
     unlike = []
-    for position, handle in enumerate(dry_step.handles):
+    states = zip(dry_step.handles, dry_step.state())
+    for position, (handle, before) in enumerate(states):
         if id(handle) not in named:
             continue
         is_averaged = id(handle) in averaged
         is_sum = False
-        before = runs.before[position]
-        trial = runs.change(position)
+        trial = runs.change(position, before)
         if trial is not None:
             size = norm(before.astype(np.float64))
             allowed = trial.allowed(10 * runs.tolerance, 1e-6 * size)

@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from npu_device._src import compat, environment
 from npu_device._src.training.fit import findings, first_step_texts as texts, mixing, start, xla
-from npu_device._src.training.fit.dry_step import DryStep, NotChecked, Part, StepResults
+from npu_device._src.training.fit.dry_step import DryStep, NotChecked, Part
 from npu_device._src.training.fit.mixing import Mixture
 from npu_device._src.training.fit.step_context import StepContext
 from npu_device._src.training.fit.sums import (
@@ -26,6 +26,7 @@ from npu_device._src.training.fit.sums import (
     Indivisible,
     Samples,
     checked_step,
+    parts_of,
     precision_of,
     samples_of,
     set_sums,
@@ -93,11 +94,12 @@ def check(context: StepContext, batch: Any) -> str:
 
 def find_sums(context: StepContext, batch: Any) -> str:
     """Find out on all ranks which numbers of a test step are sums over the samples; return what to remember."""
+    if environment.NPU_DEVICE_FIRST_STEP_CHECK.get() == "off":
+        return "looked at"
     sums = {}
-    is_off = environment.NPU_DEVICE_FIRST_STEP_CHECK.get() == "off"
     # What an eager step of the script does in Python can't be undone.
     is_left_out = context.model.run_eagerly and context.is_custom
-    if not is_off and not needs_no_check(context, batch) and not is_left_out:
+    if not needs_no_check(context, batch) and not is_left_out:
         try:
             with _nothing_drawn():
                 samples = samples_of(without_optional(batch))
@@ -106,8 +108,7 @@ def find_sums(context: StepContext, batch: Any) -> str:
             # The user's step may rely on what a few samples don't have.
             _log.debug("sums of a test step", exc_info=True)
     # The ranks exchange after a failure, too, because the others take part.
-    if not is_off:
-        set_sums(context, context.world.objects(sums, "sums of a test step"))
+    set_sums(context, context.world.objects(sums, "sums of a test step"))
     return "looked at"
 
 
@@ -133,7 +134,7 @@ def require_divisible(
         return
     rank = context.world.job.cluster.rank
     reason = texts.last_line(error)
-    text = texts.not_samples(batch, reason, context.world)
+    text = texts.not_samples(context, batch, reason)
     raise ValueError(f"rank {rank}: {text}") from error
 
 
@@ -180,13 +181,10 @@ def _examine_shares(context: StepContext, batch: Any, verdict: _RankVerdict) -> 
     total = int(units_of(batch))
     count = total // max(2, context.world.size)
     # A part is as large as what a rank gets, so that a fixed size inside the step may still fit.
-    parts = []
-    for first in (0, count):
-        run = run_of(batch, total, first, first + count)
-        parts.append(Part(run, count, 2 * count, first == 0))
+    both = run_of(batch, total, 0, 2 * count)
+    parts = parts_of(both, 2 * count, count)
     spec = start.spec_of(context.model, None, parts[0].data)
     dry_step = DryStep(context, spec)
-    before = dry_step.state()
     # The first share is compared with one of other samples, and with itself in reversed order, to find what depends on
     # the samples or on their order.
     [share, other_share] = dry_step.run(parts)
@@ -196,30 +194,15 @@ def _examine_shares(context: StepContext, batch: Any, verdict: _RankVerdict) -> 
     if not findings.are_repeatable(share, repeat):
         return verdict
     tolerance = 100 * precision_of(context.model)
-    named, averaged = _variables(context)
-
-    def changes(run: StepResults) -> list[findings.Change]:
-        """Return the variables that other results than those of the share change in another way."""
-        runs = findings.Runs(before, share, [repeat], [run], [1.0], tolerance)
-        unlike = findings.changes(dry_step, runs, named, averaged)
-        return [change for change in unlike if not change.is_number]
-
-    in_order = {change.position for change in changes(reversed_share)}
-    kept_changes = []
-    for change in changes(other_share):
-        is_in_order = change.position in in_order
-        # What is averaged over the ranks may differ between the shares, but not with the order of the samples.
-        if is_in_order or not change.is_averaged:
-            kept_changes.append(replace(change, is_in_order=is_in_order))
-    if not kept_changes:
-        return verdict
+    runs = findings.Runs(share, [repeat], [other_share], [1.0], tolerance)
+    changes = findings.changes(dry_step, runs, *_variables(context))
     # What each rank keeps comes before what is averaged.
-    change = min(kept_changes, key=lambda kept_change: kept_change.is_averaged)
-    return _RankVerdict("", texts.set_by_samples(_title(context), change, context.world))
-
-
-def _title(context: StepContext) -> str:
-    return f"the train step of {context.model.name!r}"
+    for change in sorted(changes, key=lambda change: change.is_averaged):
+        is_in_order = findings.depends_on_order(change, runs, reversed_share)
+        # What is averaged over the ranks may differ between the shares, but not with the order of the samples.
+        if not change.is_number and (is_in_order or not change.is_averaged):
+            return _RankVerdict("", texts.set_by_samples(context, change, is_in_order))
+    return verdict
 
 
 def _reversed(part: Part) -> Part:
@@ -238,45 +221,42 @@ def _reversed(part: Part) -> Part:
 
 def _judge(context: StepContext, samples: Samples, checked: CheckedStep) -> _RankVerdict:
     """Return the verdict on a step: the first error, or else all warnings."""
-    world = context.world
-    title = _title(context)
     dry_step = checked.dry_step
     runs = checked.runs
     lines_of_sums, lines_of_losses = findings.added_losses(dry_step, runs)
     if lines_of_sums:
-        return _RankVerdict("", texts.summed(title, lines_of_sums[0], world))
+        return _RankVerdict("", texts.summed(context, lines_of_sums[0]))
     gradients = findings.compared_gradients(dry_step, runs)
     different = [gradient for gradient in gradients if not gradient.is_mean]
     # Clipped gradients may look like anything, so that this comes before their comparison.
     clipping = mixing.line_that_clips(dry_step.gradients, dry_step.step.reduced)
     if clipping is None and any(gradient.is_sum for gradient in different):
-        return _RankVerdict("", texts.of_two_kinds(title, gradients, world))
+        return _RankVerdict("", texts.of_two_kinds(context, gradients))
     changes = findings.changes(dry_step, runs, *_variables(context))
     # Changed numbers are only a warning: most are counters, which few scripts depend on.
     kept_changes = [change for change in changes if not change.is_number]
     if kept_changes:
         [reversed_run] = dry_step.run([_reversed(samples.whole)])
         is_in_order = findings.depends_on_order(kept_changes[0], runs, reversed_run)
-        change = replace(kept_changes[0], is_in_order=is_in_order)
-        return _RankVerdict("", texts.set_by_samples(title, change, world))
-    warnings = [texts.counted(title, change, world) for change in changes]
+        return _RankVerdict("", texts.set_by_samples(context, kept_changes[0], is_in_order))
+    warnings = [texts.counted(context, change) for change in changes]
     if clipping is not None:
-        warnings.append(texts.clipped(title, clipping, world))
+        warnings.append(texts.clipped(context, clipping))
     elif different:
         move = mixing.line_that_moves(dry_step.variables, dry_step.graph)
         if move:
-            warnings.append(texts.moved(title, move, world))
+            warnings.append(texts.moved(context, move))
         elif _are_sums_with_more(samples, checked):
-            return _RankVerdict("", texts.beside_a_sum(title, different, world))
+            return _RankVerdict("", texts.beside_a_sum(context, different))
         else:
             mixture = _mixture(context, samples)
             if mixture is None and lines_of_losses:
                 mixture = Mixture(f"a loss that a layer adds, {lines_of_losses[0]}", False)
-            warnings.append(texts.mixed(title, different, mixture, samples.parts, world))
+            warnings.append(texts.mixed(context, different, mixture, samples.parts))
     titles = findings.numbers_of_no_kind(dry_step, runs)
     # A loss that isn't a mean is named by the other warnings.
     if titles and not warnings:
-        warnings.append(texts.averaged(title, titles, world))
+        warnings.append(texts.averaged(context, titles))
     statement = _statement(samples, bool(warnings))
     return _RankVerdict(statement, warning="\n".join(warnings))
 
@@ -300,12 +280,9 @@ def _are_sums_with_more(samples: Samples, checked: CheckedStep) -> bool:
     count = samples.whole.units
     if count < 3 or checked.dry_step.step.sums.reducers:
         return False
-    batch = samples.whole.data
-    head = Part(run_of(batch, count, 0, 1), 1, count, True)
-    tail = Part(run_of(batch, count, 1, count), count - 1, count, False)
-    parts = checked.dry_step.run([head, tail])
-    weights = [float(head.fraction), float(tail.fraction)]
-    other_cut = replace(checked.runs, parts=parts, weights=weights)
+    parts = parts_of(samples.whole.data, count, 1)
+    weights = [float(part.fraction) for part in parts]
+    other_cut = replace(checked.runs, parts=checked.dry_step.run(parts), weights=weights)
     return findings.are_sums_with_more(checked.runs, other_cut)
 
 
@@ -327,8 +304,8 @@ def _variables(context: StepContext) -> tuple[dict[int, Any], set[int]]:
     """Return the variables that a step may change only as one process does, and those that are averaged; by handle."""
     model = context.model
     objects = context.objects
-    named = _by_handle(training_state.common(model, compat.variables_of(model)))
-    named.update(_by_handle(training_state.loose_variables(model)))
+    variables = training_state.common(model, compat.variables_of(model))
+    named = _by_handle([*variables, *training_state.loose_variables(model)])
     # The ranks reduce the states of metrics and optimizers themselves.
     reduced = training_state.optimizer_state(model)
     reduced += [variable for metric in objects.metrics for variable in metric.variables]

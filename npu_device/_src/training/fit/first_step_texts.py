@@ -10,9 +10,9 @@ import tensorflow as tf
 from npu_device._src.training.fit.dry_step import Part
 from npu_device._src.training.fit.findings import Change, ComparedGradient
 from npu_device._src.training.fit.mixing import Mixture
+from npu_device._src.training.fit.step_context import StepContext
 from npu_device._src.wording import shortened
 from npu_device._src.world.share import shapes_of
-from npu_device._src.world.world import World
 
 
 def last_line(error: BaseException) -> str:
@@ -31,6 +31,10 @@ def last_line(error: BaseException) -> str:
     return line.split(opening)[-1][:200]
 
 
+def _title(context: StepContext) -> str:
+    return f"the train step of {context.model.name!r}"
+
+
 def _names(gradients: Sequence[ComparedGradient]) -> str:
     return shortened([gradient.name for gradient in gradients], 3)
 
@@ -41,41 +45,44 @@ _TAKE_THE_MEAN = (
 )
 
 
-def beside_a_sum(title: str, different: Sequence[ComparedGradient], world: World) -> str:
+def beside_a_sum(context: StepContext, different: Sequence[ComparedGradient]) -> str:
     """Return the error for sums over the samples with a penalty that isn't one."""
     return (
-        f"{title} adds up what its samples give beside what doesn't depend on them, such as a penalty on weights: in "
-        f"the gradient of {_names(different)}. As means over the {world.size} ranks, the sums would be {world.size} "
-        f"times too small; as sums, the rest {world.size} times too large.\n{_TAKE_THE_MEAN}"
+        f"{_title(context)} adds up what its samples give beside what doesn't depend on them, such as a penalty on "
+        f"weights: in the gradient of {_names(different)}. As means over the {context.world.size} ranks, the sums "
+        f"would be {context.world.size} times too small; as sums, the rest {context.world.size} times too "
+        f"large.\n{_TAKE_THE_MEAN}"
     )
 
 
-def of_two_kinds(title: str, gradients: Sequence[ComparedGradient], world: World) -> str:
+def of_two_kinds(context: StepContext, gradients: Sequence[ComparedGradient]) -> str:
     """Return the error for an optimizer some of whose gradients are sums over the samples."""
     sums = [gradient for gradient in gradients if gradient.is_sum and not gradient.is_mean]
     same_optimizer = [gradient for gradient in gradients if gradient.reducer is sums[0].reducer]
     not_sums = [gradient for gradient in same_optimizer if not gradient.is_sum]
     return (
-        f"{title} adds up what its samples give in some gradients of an optimizer, but not in others: those of "
-        f"{_names(sums)} are sums over the samples, those of {_names(not_sums)} aren't. Means over the {world.size} "
-        f"ranks would be {world.size} times too small for the former, sums too large for the latter.\n"
+        f"{_title(context)} adds up what its samples give in some gradients of an optimizer, but not in others: those "
+        f"of {_names(sums)} are sums over the samples, those of {_names(not_sums)} aren't. Means over the "
+        f"{context.world.size} ranks would be {context.world.size} times too small for the former, sums too large for "
+        "the latter.\n"
         "Likely cause: a loss with one value per sample, or their sum, is differentiated together with a mean or with "
         "a penalty on weights; or a regularizer multiplies samples with each other (tf.tensordot).\n"
         f"{_TAKE_THE_MEAN}"
     )
 
 
-def summed(title: str, line: str, world: World) -> str:
+def summed(context: StepContext, line: str) -> str:
     """Return the error for a layer that adds a loss that is a sum over the samples."""
     return (
-        f"{title} adds up what its samples give where a replicated model expects their mean: a loss that a layer adds, "
-        f"{line}.\nEach of the {world.size} ranks has its share of the batch, so that the result would be "
-        f"{world.size} times too small.\nWhat to do: take the mean over the samples, tf.reduce_mean(loss)."
+        f"{_title(context)} adds up what its samples give where a replicated model expects their mean: a loss that a "
+        f"layer adds, {line}.\nEach of the {context.world.size} ranks has its share of the batch, so that the result "
+        f"would be {context.world.size} times too small.\nWhat to do: take the mean over the samples, "
+        "tf.reduce_mean(loss)."
     )
 
 
-def set_by_samples(title: str, change: Change, world: World) -> str:
-    """Return the error for a variable that would keep values of the samples of one rank."""
+def set_by_samples(context: StepContext, change: Change, is_in_order: bool) -> str:
+    """Return the error for a variable that would keep values of the samples of one rank, perhaps in their order."""
     line = ""
     if change.line:
         line = f"\nSet by: {change.line}"
@@ -85,7 +92,7 @@ def set_by_samples(title: str, change: Change, world: World) -> str:
     elif change.is_sum:
         predicate = "adds up values of the samples"
         remedy = "add up over the ranks first: value = npu.distribute.all_reduce(value, 'sum')"
-    elif not change.is_in_order:
+    elif not is_in_order:
         predicate = "is computed from sums or means over the samples"
         remedy = (
             "take these over all ranks: mean = npu.distribute.all_reduce(tf.reduce_mean(x, axis=0)), or "
@@ -101,12 +108,12 @@ def set_by_samples(title: str, change: Change, world: World) -> str:
     if change.is_averaged:
         content = "the mean over the ranks"
     return (
-        f"{title} sets {change.name!r}: it {predicate}. On {world.size} ranks it would hold {content}, not what one "
-        f"process has.{line}\nWhat to do: {remedy}."
+        f"{_title(context)} sets {change.name!r}: it {predicate}. On {context.world.size} ranks it would hold "
+        f"{content}, not what one process has.{line}\nWhat to do: {remedy}."
     )
 
 
-def counted(title: str, change: Change, world: World) -> str:
+def counted(context: StepContext, change: Change) -> str:
     """Return the warning for a number that changes by the samples of one rank."""
     content = "each rank's own"
     if change.is_averaged:
@@ -115,17 +122,17 @@ def counted(title: str, change: Change, world: World) -> str:
     if change.line:
         line = f" ({change.line})"
     return (
-        f"{title} changes {change.name!r} by its samples{line}. On {world.size} ranks this is {content}, not what one "
-        "process has.\nWhat to do: count steps, not samples; or reduce what is added first, with "
-        "npu.distribute.all_reduce."
+        f"{_title(context)} changes {change.name!r} by its samples{line}. On {context.world.size} ranks this is "
+        f"{content}, not what one process has.\nWhat to do: count steps, not samples; or reduce what is added first, "
+        "with npu.distribute.all_reduce."
     )
 
 
-def averaged(title: str, titles: Sequence[str], world: World) -> str:
+def averaged(context: StepContext, titles: Sequence[str]) -> str:
     """Return the warning for numbers of metrics and logs that are neither means nor sums over the samples."""
     return (
-        f"{title} computes a number of its samples that is neither their mean nor their sum, for "
-        f"{', '.join(titles)}. The {world.size} ranks average it, which isn't what one process has.\n"
+        f"{_title(context)} computes a number of its samples that is neither their mean nor their sum, for "
+        f"{', '.join(titles)}. The {context.world.size} ranks average it, which isn't what one process has.\n"
         "Likely cause: a root, an exponential, a norm, a maximum or a quotient of sums.\n"
         "What to do: compute it from means or sums over all ranks, for example "
         "tf.exp(npu.distribute.all_reduce(loss)); or give a metric the quotient, and what it is divided by as "
@@ -133,32 +140,32 @@ def averaged(title: str, titles: Sequence[str], world: World) -> str:
     )
 
 
-def clipped(title: str, line: str, world: World) -> str:
+def clipped(context: StepContext, line: str) -> str:
     """Return the warning for gradients that a step changes before they are reduced."""
     return (
-        f"{title} clips or changes gradients before they are reduced over the {world.size} ranks: {line}\nEach rank "
-        "does that with the gradients of its own samples, which gives another result than on one process.\nWhat to do: "
-        "reduce them first, gradients = npu.distribute.all_reduce(gradients); in a class of optimizers, change them in "
-        "apply_gradients, which gets those of all ranks; or set clipnorm, global_clipnorm or clipvalue."
+        f"{_title(context)} clips or changes gradients before they are reduced over the {context.world.size} ranks: "
+        f"{line}\nEach rank does that with the gradients of its own samples, which gives another result than on one "
+        "process.\nWhat to do: reduce them first, gradients = npu.distribute.all_reduce(gradients); in a class of "
+        "optimizers, change them in apply_gradients, which gets those of all ranks; or set clipnorm, global_clipnorm "
+        "or clipvalue."
     )
 
 
-def moved(title: str, line: str, world: World) -> str:
+def moved(context: StepContext, line: str) -> str:
     """Return the warning for a step that moves weights by gradients of its samples."""
     return (
-        f"{title} moves weights by gradients, and computes others there: {line}\nEach of the {world.size} ranks moves "
-        "them by the gradients of its own samples, so that the result is another one than on one process.\nWhat to do: "
-        "reduce those gradients before the move: gradients = npu.distribute.all_reduce(gradients). The optimizer "
-        "reduces the others."
+        f"{_title(context)} moves weights by gradients, and computes others there: {line}\nEach of the "
+        f"{context.world.size} ranks moves them by the gradients of its own samples, so that the result is another one "
+        "than on one process.\nWhat to do: reduce those gradients before the move: gradients = "
+        "npu.distribute.all_reduce(gradients). The optimizer reduces the others."
     )
 
 
 def mixed(
-    title: str,
+    context: StepContext,
     different: Sequence[ComparedGradient],
     mixture: Mixture | None,
     parts: Sequence[Part],
-    world: World,
 ) -> str:
     """Return the warning for a step that doesn't treat samples one by one; ``parts`` are the two of the samples."""
     head = parts[0].units
@@ -182,18 +189,18 @@ def mixed(
             "over all ranks before you divide: total = npu.distribute.all_reduce(total, 'sum')"
         )
     return (
-        f"{title} doesn't treat samples one by one: the gradient of {head + tail} samples isn't the mean of those of "
-        f"{head} and {tail} of them. The largest difference is that of {different[0].name}, "
-        f"{100 * different[0].error:.2g} %.\n{sight}.\nEach of the {world.size} ranks sees its share of the batch "
-        f"only, so that the result is another one than on one process.\nWhat to do: {remedy}."
+        f"{_title(context)} doesn't treat samples one by one: the gradient of {head + tail} samples isn't the mean of "
+        f"those of {head} and {tail} of them. The largest difference is that of {different[0].name}, "
+        f"{100 * different[0].error:.2g} %.\n{sight}.\nEach of the {context.world.size} ranks sees its share of the "
+        f"batch only, so that the result is another one than on one process.\nWhat to do: {remedy}."
     )
 
 
-def not_samples(batch: Any, error: str, world: World) -> str:
+def not_samples(context: StepContext, batch: Any, error: str) -> str:
     """Return the error for a batch that can't be divided along the first axes of its tensors."""
     return (
-        f"a replicated model divides a batch among the {world.size} ranks along the first axis of each tensor, but the "
-        f"train step fails with a part of these:\n{shapes_of(batch)}\n  {error}\nLikely cause: the first axis isn't "
-        "samples, as in pairs or graphs; or the model has a fixed batch size.\nWhat to do: put the samples first in "
-        "each tensor; or let each rank read its own batches, and pass them as npu.distribute.divided(dataset)."
+        f"a replicated model divides a batch among the {context.world.size} ranks along the first axis of each tensor, "
+        f"but the train step fails with a part of these:\n{shapes_of(batch)}\n  {error}\nLikely cause: the first axis "
+        "isn't samples, as in pairs or graphs; or the model has a fixed batch size.\nWhat to do: put the samples first "
+        "in each tensor; or let each rank read its own batches, and pass them as npu.distribute.divided(dataset)."
     )

@@ -137,14 +137,11 @@ def where_samples_meet(
             # A loss of Keras multiplies the value of each sample by one over the number of valid steps.
             is_of_a_sample = not compat.is_of_loss_reduction(tensor.op)
             return Mixture(_described(tensor.op), is_of_a_sample)
-    mixed = {tensor.op.name for tensor, trial in small if not _is_added_up(trial)}
+    added_up = {tensor.op.name for tensor, trial in small if _is_added_up(trial)}
     for tensor, _ in small:
         # A quotient by a number of samples, for instance, makes a mean of a sum.
-        users = set()
-        for user, _ in small:
-            if any(source is tensor for source in user.op.inputs):
-                users.add(user.op.name)
-        if tensor.op.name in mixed and users <= mixed:
+        users = {user.name for user in tensor.consumers()}
+        if added_up.isdisjoint([tensor.op.name, *users]):
             return Mixture(_described(tensor.op), is_of_a_sample=False)
     return None
 

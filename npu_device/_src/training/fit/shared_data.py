@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from npu_device._src import compat
 from npu_device._src.training.distribute.load_once import load
+from npu_device._src.world.share import run_of
 from npu_device._src.world.shared_arrays import ALIGNMENT, is_shared
 from npu_device._src.world.world import World
 
@@ -42,16 +43,11 @@ def split(arguments: _Arguments) -> None:
     # Left to Keras, which raises errors for an empty part and for arrays of different lengths.
     if not 0 < border < length or len(lengths) > 1:
         return
-
-    def part(start: int, end: int) -> list:
-        cut = lambda leaf: None if leaf is None else leaf[start:end]  # noqa: E731
-        return [tf.nest.map_structure(cut, structure) for structure in data]
-
-    for name, structure in zip(_DATA, part(0, border)):
+    for name, structure in zip(_DATA, run_of(data, length, 0, border, "first")):
         if structure is not None:
             arguments.set(name, structure)
     # Keras takes a tuple without the weights if there are none.
-    held_out = part(border, length)
+    held_out = run_of(data, length, border, length, "first")
     while held_out[-1] is None:
         held_out.pop()
     arguments.set("validation_data", tuple(held_out))
@@ -81,8 +77,11 @@ def pass_as_batches(world: World, model: Any, arguments: _Arguments) -> None:
     order, and each has the shuffled one.
     """
     structures = [arguments.get(name) for name in _DATA[:3]]
-    x, y, sample_weight = map(_tuples, structures)
-    shuffle = _or(arguments.get("shuffle"), True)
+    # Of a list, ``tf.data`` would make one tensor.
+    x, y, sample_weight = compat.tuples_for_lists(structures)
+    shuffle = arguments.get("shuffle")
+    if shuffle is None:
+        shuffle = True
     steps = arguments.get("steps_per_epoch")
     leaves = tf.nest.flatten([x, y, sample_weight])
     counts = {len(leaf) for leaf in leaves if leaf is not None}
@@ -107,26 +106,12 @@ def pass_as_batches(world: World, model: Any, arguments: _Arguments) -> None:
         batches = batches.apply(tf.data.experimental.assert_cardinality(step_count))
     else:
         # tf-keras takes the batches of all epochs from one iterator.
-        end = _or(arguments.get("epochs"), 1)
-        epochs = end - _or(arguments.get("initial_epoch"), 0)
+        epochs = (arguments.get("epochs") or 1) - (arguments.get("initial_epoch") or 0)
         batches = _batches(samples, _aliased(in_order), size, shuffle, epochs)
         arguments.set("steps_per_epoch", steps or step_count)
     changed = {"x": batches, "y": None, "sample_weight": None, "shuffle": False}
     for name, argument in changed.items():
         arguments.set(name, argument)
-
-
-def _or(given: Any, default: Any) -> Any:
-    return default if given is None else given
-
-
-def _tuples(structure: Any) -> Any:
-    """Return nested data with tuples in place of lists, of which ``tf.data`` would make one tensor."""
-    if isinstance(structure, (list, tuple)):
-        return tuple(map(_tuples, structure))
-    if isinstance(structure, dict):
-        return {name: _tuples(content) for name, content in structure.items()}
-    return structure
 
 
 def _batches(samples: Any, in_order: Any, size: int, shuffle: bool, epochs: int) -> tf.data.Dataset:

@@ -18,7 +18,7 @@ import tensorflow as tf
 from npu_device._src import compat
 from npu_device._src.training.fit import findings
 from npu_device._src.training.fit.different_samples import different_samples
-from npu_device._src.training.fit.dry_step import DryStep, NotChecked, Part
+from npu_device._src.training.fit.dry_step import DryStep, NotChecked, Part, StepResults
 from npu_device._src.training.fit.findings import Runs
 from npu_device._src.training.fit.first_step_texts import last_line, not_samples
 from npu_device._src.training.fit.graph_lines import where
@@ -87,12 +87,17 @@ def samples_of(batch: Any) -> Samples:
     split = min(count // 2 + 1, count - 1)
     chosen = units_at(batch, total, positions)
     whole = Part(chosen, count, count, True)
-    head = run_of(chosen, count, 0, split)
-    tail = run_of(chosen, count, split, count)
-    parts = [Part(head, split, count, True), Part(tail, count - split, count, False)]
+    parts = parts_of(chosen, count, split)
     doubled = Part(units_at(batch, total, positions * 2), 2 * count, 2 * count, True)
     spec = tf.nest.map_structure(spec_of_any_length, batch)
     return Samples(spec, whole, parts, doubled, positions, total)
+
+
+def parts_of(batch: Any, count: int, split: int) -> list[Part]:
+    """Return a batch of a number of units as two parts, the second of which begins at ``split``."""
+    head = run_of(batch, count, 0, split)
+    tail = run_of(batch, count, split, count)
+    return [Part(head, split, count, True), Part(tail, count - split, count, False)]
 
 
 def checked_step(context: StepContext, samples: Samples, is_repeated: bool) -> CheckedStep:
@@ -129,34 +134,33 @@ def checked_step(context: StepContext, samples: Samples, is_repeated: bool) -> C
 
 def _runs(context: StepContext, dry_step: DryStep, samples: Samples, is_repeated: bool) -> Runs:
     precision = precision_of(context.model)
-    before = dry_step.state()
     [whole] = dry_step.run([samples.whole])
     repeats = []
     if is_repeated:
         if not dry_step.variables and not dry_step.handles:
             raise NotChecked("the step trains nothing")
+        if not findings.are_comparable(whole):
+            raise NotChecked("the gradients of the first samples are 0 or not finite")
         repeats += dry_step.run([samples.whole])
         if not findings.are_repeatable(whole, repeats[0]):
             raise NotChecked("the step gives other gradients for the same samples each time")
-        if not findings.are_comparable(whole):
-            raise NotChecked("the gradients of the first samples are 0 or not finite")
     try:
         parts = dry_step.run(samples.parts)
     except tf.errors.OpError as error:
         # A failure says nothing if the step may only need more samples than were chosen.
         if len(samples.positions) < samples.total:
             raise
-        text = not_samples(samples.whole.data, last_line(error), context.world)
+        text = not_samples(context, samples.whole.data, last_line(error))
         raise Indivisible(text) from error
     if is_repeated:
         with _moved(dry_step.variables, precision):
             repeats += dry_step.run([samples.whole])
-    doubled = None
+    doubled: list[StepResults] = []
     # A step may need samples that differ.
     with contextlib.suppress(tf.errors.OpError):
-        [doubled] = dry_step.run([samples.doubled])
+        doubled = dry_step.run([samples.doubled])
     weights = [float(part.fraction) for part in samples.parts]
-    return Runs(before, whole, repeats, parts, weights, 100 * precision, doubled)
+    return Runs(whole, repeats, parts, weights, 100 * precision, doubled)
 
 
 def sums_in_words(context: StepContext, checked: CheckedStep) -> str:
