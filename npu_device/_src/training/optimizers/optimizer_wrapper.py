@@ -192,7 +192,7 @@ class GradientReducer:
         if compat.of_keras_3(optimizer):
             if not tf.executing_eagerly():
                 # Slots that are made later would be made amid the step, where TensorFlow can't give them values first.
-                _build(optimizer, variables)
+                compat.build_optimizer(optimizer, variables)
             # Variables that the optimizer trains later take part in the loss now.
             new = self._compared.others(
                 compat.unique([*variables, *compat.variables_to_update(optimizer)])
@@ -383,7 +383,7 @@ class GradientReducer:
         if reducing_optimizer(optimizer) is not optimizer:
             ready = self._all_finite_or_none(gradients)
         elif self._applying is not optimizer and not only_building.is_on:
-            _build(optimizer, variables)
+            compat.build_optimizer(optimizer, variables)
             ready = accumulate(
                 self.world,
                 optimizer,
@@ -457,9 +457,3 @@ def _is_requested(argument: bool | None) -> bool:
     if argument is None:
         return environment.NPU_DEVICE_SHARD_OPTIMIZER.get() == "on"
     return argument
-
-
-def _build(optimizer: Any, variables: Sequence) -> None:
-    if not optimizer.built:
-        with compat.keras_of(optimizer).name_scope(optimizer.name, caller=optimizer):
-            optimizer.build(variables)
