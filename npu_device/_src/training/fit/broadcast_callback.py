@@ -69,7 +69,7 @@ class NPUBroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
         replica = replica_of(self.model)
         # The replica sends everything itself, once the first batch has built the model.
         if replica is not None:
-            replica.state.root_rank = self._root_rank
+            replica.root_rank = self._root_rank
             return
         if not tf.executing_eagerly():
             broadcast_keras_model(self.model, self._root_rank)

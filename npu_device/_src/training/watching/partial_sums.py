@@ -149,7 +149,7 @@ for_all_ranks = ThreadSwitch()
 
 
 @contextlib.contextmanager
-def with_values(variables: Sequence, values: Sequence[tf.Tensor]) -> Iterator[None]:
+def with_values(variables: Sequence, values: Sequence) -> Iterator[None]:
     """Let variables have other values in the block."""
     before = list(map(tf.convert_to_tensor, variables))
     try:
