@@ -221,14 +221,12 @@ def _set_seed(seed: int | None) -> None:
         )
     _seed = seed
     # Seeds can be set without making TensorFlow's context. A Keras that is imported later takes its seeds from Python's
-    # random state.
-    imported = [name for name in ("keras", "tf_keras") if name in sys.modules]
-    keras_utils = [sys.modules[name].utils for name in imported]
-    # The import fails where TF_USE_LEGACY_KERAS is set without tf_keras.
+    # random state. The import fails where TF_USE_LEGACY_KERAS is set without tf_keras.
     with contextlib.suppress(ImportError):
-        keras_utils.append(tf.keras.utils)
-    for utils in keras_utils:
-        utils.set_random_seed(seed)
+        tf.keras.utils.set_random_seed(seed)
+    for name in ("keras", "tf_keras"):
+        if name in sys.modules:
+            sys.modules[name].utils.set_random_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
     tf.random.set_seed(seed)

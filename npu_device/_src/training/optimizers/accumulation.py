@@ -14,24 +14,12 @@ from typing import Any, Callable
 import tensorflow as tf
 
 from npu_device._src import compat
-from npu_device._src.gradients.reduction import Gradient, compared_with_one_process
+from npu_device._src.gradients.reduction import Gradient
 from npu_device._src.trace.trace import iteration
 from npu_device._src.training.watching.partial_sums import note_partial_sums
 from npu_device._src.world.world import World
 
 _Reduce = Callable[..., "list[Gradient]"]
-
-
-def accumulates(optimizer: Any, reduction: str) -> bool:
-    """Return whether the ranks add up the gradients of an optimizer by themselves, and reduce the sum by a mean."""
-    # Each step is compared.
-    if compared_with_one_process.is_set() or compat.accumulation_steps(optimizer) <= 1:
-        return False
-    # A session's graph has no place for what is between two runs.
-    if not tf.compat.v1.executing_eagerly_outside_functions():
-        return False
-    replica_count = tf.distribute.get_strategy().num_replicas_in_sync
-    return reduction in ("sum", "mean") and replica_count == 1
 
 
 def note_accumulators(world: World, optimizer: Any) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import tensorflow as tf
@@ -165,17 +164,12 @@ def _discard(result: object) -> None:
 class _KerasFamily(_Keras):
     """The parts that are the same in every Keras."""
 
+    last_step_finite: Any
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # Held by something that isn't tracked, so that the variable stays out of checkpoints.
-        self._last_step = SimpleNamespace(
-            finite=compat.plain_variable(False, name="npu_last_step_finite")
-        )
-
-    @property
-    def last_step_finite(self) -> Any:
-        """Return a bool variable that is True when the gradients of the last step were finite; False at first."""
-        return self._last_step.finite
+        # Set past Keras's own ``__setattr__``, which would track the variable as something to save.
+        vars(self)["last_step_finite"] = compat.plain_variable(False, name="npu_last_step_finite")
 
     def _skip(self) -> Any:
         """Count a step that isn't made, unless gradients are added up: an update has those of as many finite steps."""
@@ -203,7 +197,7 @@ class _KerasFamily(_Keras):
         def apply_if_finite(finite: tf.Tensor, apply: Callable[[], Any]) -> None:
             # Decided by a condition of the graph, since the other branch must not move variables.
             tf.cond(finite, lambda: _discard(apply()), lambda: _discard(self._skip()))
-            self._last_step.finite.assign(finite)
+            self.last_step_finite.assign(finite)
             if self.dynamic:
                 self._update_scale(finite)
 

@@ -24,6 +24,7 @@ from npu_device._src.gradients.reduction import (
     Owners,
     ReductionOptions,
     all_finite,
+    compared_with_one_process,
     dense_tensors,
     origin_of,
     weighted,
@@ -34,7 +35,6 @@ from npu_device._src.training.distribute.synchronized_layers import find_layers,
 from npu_device._src.training.opening.current_world import world_unless_child
 from npu_device._src.training.optimizers.accumulation import (
     accumulate,
-    accumulates,
     is_update,
     note_accumulators,
 )
@@ -362,10 +362,18 @@ class GradientReducer:
         return ready
 
     def accumulates(self, optimizer: Any) -> bool:
-        """Return whether this rank accumulates the gradients of several steps before they are reduced."""
-        # Gradients that are to be checked are reduced in each step.
+        """Return whether this rank accumulates the gradients of several steps, and the sum is reduced by a mean."""
+        # Gradients that are to be checked or compared are reduced in each step.
         is_checked = environment.NPU_DEVICE_CHECK_GRADIENTS.get() == "on"
-        return not is_checked and accumulates(reducing_optimizer(optimizer), self.options.reduction)
+        if is_checked or compared_with_one_process.is_set():
+            return False
+        # A session's graph has no place for what is between two runs.
+        return (
+            compat.accumulation_steps(reducing_optimizer(optimizer)) > 1
+            and tf.compat.v1.executing_eagerly_outside_functions()
+            and tf.distribute.get_strategy().num_replicas_in_sync == 1
+            and self.options.reduction in ("sum", "mean")
+        )
 
     def agree(self, finite: tf.Tensor) -> tf.Tensor:
         """Return whether the gradients of all ranks are finite, given whether those of this one are: bool, shape []."""
