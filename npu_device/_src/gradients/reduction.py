@@ -430,9 +430,8 @@ def dense_tensors(gradients: Iterable) -> list:
     return [dense_of(gradient) for gradient in gradients if gradient is not None]
 
 
-def origin_of(tensor: Any) -> tuple[int, str]:
-    """Return graph and name of the tensor that a tensor of a graph is a copy of; for an eager one its id."""
-    if not tf.is_symbolic_tensor(tensor):
-        return id(tensor), ""
-    source = origin(tensor)
-    return id(source.graph), source.name
+def origin_of(tensor: Any) -> Any:
+    """Return the tensor that a tensor of a graph is a copy of; an eager one itself."""
+    if tf.is_symbolic_tensor(tensor):
+        return origin(tensor)
+    return tensor

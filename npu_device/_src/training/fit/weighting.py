@@ -14,7 +14,6 @@ The way to the reduction: the optimizer's ``apply`` or ``apply_gradients`` (``op
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from types import MethodType
 from typing import Any
 
@@ -61,10 +60,9 @@ class WeightedReducer(GradientReducer):
         # A custom step has reduced them already, or all that they are made of.
         if reduced_by_step(gradients):
             return gradients
-        options = replace(self.options_for(optimizer), reduction="sum")
         contributions = self.weighted_contributions(gradients, step, optimizer)
         # No pair is kept: ``fit`` compares the batches themselves.
-        reduced = self.world.reduce(contributions, options, owners)
+        reduced = self.over_ranks(optimizer, "sum", contributions, owners)
         self.remember(reduced)
         return reduced
 

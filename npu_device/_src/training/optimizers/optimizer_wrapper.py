@@ -9,7 +9,6 @@ import contextlib
 import functools
 import logging
 import operator
-import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Callable
@@ -48,6 +47,9 @@ from npu_device._src.training.watching.same_variables import ComparedVariables, 
 from npu_device._src.training.watching.schedule import can_compare, only_building
 from npu_device._src.training.watching.wrapped_optimizers import is_wrapped, reducing_optimizer
 from npu_device._src.world.world import World
+
+_REDUCED_BY = "_npu_reduced_by"
+"""The attribute of a tensor that has the id of the reducer whose result it is."""
 
 
 def npu_distributed_keras_optimizer_wrapper(
@@ -138,7 +140,6 @@ class GradientReducer:
         # True if Horovod's optimizer adds up the gradients of several batches before they come here.
         self.adds_up_first = False
         self.world = world
-        self._reduced: list[weakref.ref[Any]] = []
         self._applying: Any = None  # the optimizer whose gradients are ready
         self._compared = ComparedVariables()
         # False if ``begin`` found variables without values: then the first step is audited, too.
@@ -204,29 +205,34 @@ class GradientReducer:
         if self._has_compared and make_equal(self.world, states, level=level):
             self._compared.note([*new, *states])
 
-    def options_for(self, optimizer: Any) -> ReductionOptions:
-        """Return the settings with which sparse gradients reach an optimizer as in one process."""
+    def over_ranks(
+        self, optimizer: Any, reduction: str, gradients: Sequence[Gradient], owners: Owners = None
+    ) -> list[Gradient]:
+        """Return the sum, mean or the like of gradients over the ranks; see ``reduce_list``."""
+        note_reduced(self.world, gradients)
         # Asked at each reduction, since a script may set clipnorm later.
-        return replace(self.options, adds_rows=compat.adds_up_rows_first(optimizer))
+        adds_rows = compat.adds_up_rows_first(optimizer)
+        options = replace(self.options, reduction=reduction, adds_rows=adds_rows)
+        return self.world.reduce(gradients, options, owners)
 
     def reduce(
         self, optimizer: Any, gradients: Iterable[Gradient], owners: Owners = None
     ) -> list[Gradient]:
-        """Return the gradients reduced over the ranks, ``None`` where ``None`` was; see ``reduce_list``."""
+        """Return the gradients reduced over the ranks, ``None`` where ``None`` was."""
         gradients = list(gradients)
-        group = self.world.group
-        options = self.options_for(optimizer)
-        note_reduced(self.world, gradients)
-        reduced = self.world.reduce(gradients, options, owners)
+        reduction = self.options.reduction
+        reduced = self.over_ranks(optimizer, reduction, gradients, owners)
         # Ranks of a group don't compare, as others may train something else.
-        if group.name == WORLD_GROUP:
-            self._pair = pair_of(gradients, reduced, options.reduction, group.size)
+        if self.world.group.name == WORLD_GROUP:
+            self._pair = pair_of(gradients, reduced, reduction, self.world.size)
         self.remember(reduced)
         return reduced
 
     def remember(self, reduced: Iterable[Gradient]) -> None:
         """Take gradients for reduced, however often they come."""
-        self._reduced = list(map(weakref.ref, dense_tensors(reduced)))
+        # Marked on the tensors, since a reference to them would keep them.
+        for source in map(origin_of, dense_tensors(reduced)):
+            setattr(source, _REDUCED_BY, id(self))
 
     def reduce_once(
         self, optimizer: Any, gradients: Sequence[Gradient], owners: Owners = None
@@ -236,13 +242,8 @@ class GradientReducer:
         if self._applying is not None:
             return list(gradients)
         # A loss-scale optimizer reduces them first, and has its inner optimizer apply them later, if they are finite.
-        origins = set()
-        for reference in self._reduced:
-            gradient = reference()
-            if gradient is not None:
-                origins.add(origin_of(gradient))
-        dense = dense_tensors(gradients)
-        if dense and all(origin_of(gradient) in origins for gradient in dense):
+        origins = list(map(origin_of, dense_tensors(gradients)))
+        if origins and all(getattr(source, _REDUCED_BY, None) == id(self) for source in origins):
             return list(gradients)
         return self.reduce(optimizer, gradients, owners)
 
@@ -397,7 +398,7 @@ class GradientReducer:
                 optimizer,
                 self.contributions(optimizer, gradients),
                 variables,
-                functools.partial(self._means, optimizer),
+                functools.partial(self.over_ranks, optimizer, "mean"),
                 self._waits_for_update,
                 owners,
             )
@@ -423,13 +424,6 @@ class GradientReducer:
         if self.factor_for_mean == 1:
             return list(gradients)
         return [weighted(gradient, self.factor_for_mean) for gradient in gradients]
-
-    def _means(
-        self, optimizer: Any, contributions: Sequence[Gradient], owners: Owners = None
-    ) -> list[Gradient]:
-        note_reduced(self.world, contributions)
-        options = replace(self.options_for(optimizer), reduction="mean")
-        return self.world.reduce(contributions, options, owners)
 
     def _audit_variables(self, optimizer: Any, gradients: Sequence, variables: Sequence) -> None:
         """Audit the variables if it is time."""
