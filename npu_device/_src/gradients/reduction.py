@@ -1,6 +1,6 @@
 """The reduction of a list of tensors, dense and sparse: cut into segments, one collective each, handed back in order.
 
-The job remembers which tensors are results: whoever applies gradients is asked later whether they were reduced.
+Results are marked: whoever applies gradients is asked later whether they were reduced.
 """
 
 from __future__ import annotations
@@ -8,9 +8,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-import weakref
 import zlib
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional, Union
@@ -38,7 +36,6 @@ Segments = Sequence[Sequence[int]]
 """Positions of tensors that travel together."""
 _LARGEST_FUSION_ID = 0x7FFFFFFF
 WIRE_DTYPES = {"fp16": tf.float16, "bf16": tf.bfloat16}
-_LATEST = 4096  # the most eager results that are remembered
 _TAPE = "gradient_tape/"  # prefix of the names of operations that compute gradients
 compared_with_one_process = threading.Event()
 """Set where steps are compared with those of one process: values are sent uncompressed, since compression rounds, and
@@ -355,68 +352,59 @@ def with_nan_unless(agreed: tf.Tensor, gradients: Sequence) -> list:
 # The results of reductions
 
 
+_IS_REDUCED = "_npu_is_reduced"
+"""The attribute of a tensor that is the result of a reduction of this rank."""
+
+
 class ReducedTensors:
-    """The results of the reductions of this rank; a component of the job."""
+    """Counts the reductions of this rank, and marks their results; a component of the job."""
 
     def __init__(self) -> None:
         self.calls = 0
-        self._eager = deque[weakref.ref[Any]](maxlen=_LATEST)
-        self._graphs = weakref.WeakKeyDictionary[tf.Graph, set[str]]()
 
     def add(self, reduced: Iterable) -> None:
         self.calls += 1
-        is_eager = tf.executing_eagerly()
         for tensor in dense_tensors(reduced):
-            if is_eager:
-                # References are weak, so that only whoever applies a gradient keeps it.
-                self._eager.append(weakref.ref(tensor))
-            else:
-                self._graphs.setdefault(tensor.graph, set()).add(tensor.name)
+            setattr(tensor, _IS_REDUCED, True)
 
-    def missing_in(self, gradients: Sequence) -> list:
-        """Return the gradients that aren't results of a reduction or, in a function, computed from such only."""
-        if tf.executing_eagerly():
-            return self._missing_by_identity(gradients)
-        return self._missing_by_graph(gradients)
 
-    def _missing_by_identity(self, gradients: Sequence) -> list:
-        # Found by identity, since an eager tensor doesn't tell what it was made of.
-        reduced = {id(tensor) for reference in self._eager if (tensor := reference()) is not None}
-        return [gradient for gradient in gradients if id(dense_of(gradient)) not in reduced]
+def unreduced_among(gradients: Sequence) -> list:
+    """Return the gradients that aren't results of a reduction or, in a function, computed from such only."""
+    # An eager tensor doesn't tell what it was made of.
+    if tf.executing_eagerly():
+        return [gradient for gradient in gradients if not hasattr(dense_of(gradient), _IS_REDUCED)]
+    origins: dict[tf.Graph, dict[str, set[str]]] = {}
+    unreduced = []
+    for gradient in gradients:
+        tensor = dense_of(gradient)
+        if _origins(tensor.graph, origins)[tensor.name] != {"sum"}:
+            unreduced.append(gradient)
+    return unreduced
 
-    def _missing_by_graph(self, gradients: Sequence) -> list:
-        origins: dict[tf.Graph, dict[str, set[str]]] = {}
-        unreduced = []
-        for gradient in gradients:
-            tensor = dense_of(gradient)
-            if self._origins(tensor.graph, origins)[tensor.name] != {"sum"}:
-                unreduced.append(gradient)
-        return unreduced
 
-    def _origins(
-        self, graph: Any, origins: dict[tf.Graph, dict[str, set[str]]]
-    ) -> dict[str, set[str]]:
-        """Return, for each tensor of a graph, whether it is computed from reductions ("sum") and tapes ("tape")."""
-        if graph in origins:
-            return origins[graph]
-        names: dict[str, set[str]] = {}
-        # A placeholder of a function stands for a tensor outside.
-        for outside, inside in getattr(graph, "captures", ()):
-            if tf.is_symbolic_tensor(outside):
-                names[inside.name] = self._origins(outside.graph, origins)[outside.name]
-        names.update((name, {"sum"}) for name in self._graphs.get(graph, ()))
-        for operation in graph.get_operations():
-            sources = set()
-            # What a tape computes is a gradient of this rank, whatever it is computed from.
-            if _TAPE in operation.name:
-                sources = {"tape"}
-            else:
-                for tensor in operation.inputs:
-                    sources |= names.get(tensor.name, set())
-            for output in operation.outputs:
-                names.setdefault(output.name, sources)
-        origins[graph] = names
-        return names
+def _origins(graph: Any, origins: dict[tf.Graph, dict[str, set[str]]]) -> dict[str, set[str]]:
+    """Return, for each tensor of a graph, whether it is computed from reductions ("sum") and tapes ("tape")."""
+    if graph in origins:
+        return origins[graph]
+    names: dict[str, set[str]] = {}
+    # A placeholder of a function stands for a tensor outside.
+    for outside, inside in getattr(graph, "captures", ()):
+        if tf.is_symbolic_tensor(outside):
+            names[inside.name] = _origins(outside.graph, origins)[outside.name]
+    for operation in graph.get_operations():
+        sources = set()
+        # What a tape computes is a gradient of this rank, whatever it is computed from.
+        if _TAPE in operation.name:
+            sources = {"tape"}
+        else:
+            for tensor in operation.inputs:
+                sources |= names.get(tensor.name, set())
+        for output in operation.outputs:
+            names.setdefault(output.name, sources)
+            if hasattr(output, _IS_REDUCED):
+                names[output.name] = {"sum"}
+    origins[graph] = names
+    return names
 
 
 def dense_of(gradient: Any) -> Any:
