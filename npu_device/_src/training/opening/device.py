@@ -260,13 +260,8 @@ def _require_same_seed(running: Job, seed: int | None) -> None:
     # A rank without a seed makes the call, too: a seed on some ranks only would be found much later.
     seeds = running.control.gather("seed", seed, environment.HCCL_CONNECT_TIMEOUT.get())
     if seeds.count(seeds[0]) < len(seeds):
-        lines = []
-        for rank, rank_seed in enumerate(seeds):
-            argument = ""
-            if rank_seed is not None:
-                argument = f"seed={rank_seed}"
-            lines.append(f"  {running.cluster.name_of(rank)}: npu.open({argument})")
-        text = "\n".join(lines)
+        calls = {rank: f"npu.open(seed={rank_seed})" for rank, rank_seed in enumerate(seeds)}
+        text = "\n".join(running.cluster.lines(calls)).replace("seed=None", "")
         raise ValueError(
             f"the ranks opened with different seeds:\n{text}\nLikely cause: the seed is computed from the rank or "
             "drawn at random.\nWhat to do: pass the same seed on every rank. Numbers that each rank should draw by "
