@@ -277,6 +277,6 @@ def _needs_whole_batch(metric: Any) -> bool:
     function = compat.function_of_metric(metric)
     if function is not None:
         return not compat.belongs_to_keras(function)
-    updating = next(cls for cls in type(metric).__mro__ if "update_state" in vars(cls))
+    updating = compat.class_with(type(metric), "update_state")
     is_base_class = updating is compat.keras_of(metric).metrics.Metric
     return is_base_class or not compat.belongs_to_keras(updating)

@@ -293,10 +293,8 @@ class Arguments:
 
 def _keras_names(model: Any, method: str) -> list[str]:
     """Return the names of the parameters of Keras's own method, without ``self``."""
-    keras_classes = filter(compat.belongs_to_keras, type(model).__mro__)
-    defining = next(base for base in keras_classes if method in vars(base))
-    parameters = inspect.signature(vars(defining)[method]).parameters
-    return list(parameters)[1:]
+    own_method = getattr(compat.keras_of(model).Model, method)
+    return list(inspect.signature(own_method).parameters)[1:]
 
 
 # Callbacks, and what the ranks exchange at the end of each epoch.
