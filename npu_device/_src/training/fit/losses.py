@@ -51,15 +51,14 @@ class Losses:
     ) -> Any:
         """Return what Keras is to reduce: values of the samples, times what makes their sum that of the whole batch."""
         losses = call(y_true, y_pred)
+        loss.reduction = reduction
         if self._step.in_metric.is_on:
-            loss.reduction = reduction
             return losses
         # Keras's losses with ignore_class attach this mask to their values.
         loss_mask = getattr(losses, "_keras_mask", None)
         present = [mask for mask in (_mask_of(y_pred), loss_mask) if mask is not None]
         flags: list = [tf.cast(mask, tf.bool) for mask in present]
         mask = functools.reduce(tf.logical_and, flags or [None])
-        loss.reduction = reduction
         if reduction in ("sum", "none", None):
             scaled = self._of_the_whole(losses, 1.0)
         else:

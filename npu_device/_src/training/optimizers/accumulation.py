@@ -63,25 +63,22 @@ def accumulate(
             early.append(position)
     accumulators = compat.accumulators_of(optimizer, [variables[position] for position in late])
     dense = [tf.convert_to_tensor(contributions[position]) for position in late]
-    gradients = list(contributions)
+    gradients = dict(enumerate(contributions))
     if early:
         with iteration():
             reduced_now = reduce([contributions[position] for position in early])
-        for position, gradient in zip(early, reduced_now):
-            gradients[position] = gradient
+        gradients.update(zip(early, reduced_now))
     if owners is not None:
         reduce = functools.partial(reduce, owners=[owners[position] for position in late])
-    reduced_late = _reduced_in_update(optimizer, dense, accumulators, reduce)
-    for position, gradient in zip(late, reduced_late):
-        gradients[position] = gradient
+    gradients.update(zip(late, _reduced_in_update(optimizer, dense, accumulators, reduce)))
     if owners is not None:
         of_others = []
-        for gradient, variable, owner in zip(gradients, variables, owners):
+        for gradient, variable, owner in zip(gradients.values(), variables, owners):
             is_added = gradient is not None and not compat.is_overwritten(variable)
             if is_added and owner != world.rank:
                 of_others.append((gradient, variable))
         _accumulate_for_others(optimizer, of_others)
-    return gradients
+    return list(gradients.values())
 
 
 def is_update(optimizer: Any) -> tf.Tensor:
