@@ -179,8 +179,7 @@ def _shapes_by_rank(model: Any) -> list:
     state = training_state.optimizer_state(model)
     shapes = [(tuple(variable.shape), tf.as_dtype(variable.dtype).name) for variable in state]
     world = current_world()
-    if world is None:
-        return [shapes]
+    assert world is not None
     return world.objects(shapes, "state of the optimizers")
 
 

@@ -122,8 +122,8 @@ class DryStep:
             own_step=context.own_step,
             sums=context.sums,
             checksum=context.checksum,
-            known_objects=objects,
         )
+        virtual.objects = objects
         replaced.enter_context(Step(virtual, share))
         step = current_step()
         assert step is not None
