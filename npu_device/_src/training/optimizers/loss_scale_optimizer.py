@@ -169,7 +169,8 @@ class _KerasFamily(_Keras):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # Set past Keras's own ``__setattr__``, which would track the variable as something to save.
-        vars(self)["last_step_finite"] = compat.plain_variable(False, name="npu_last_step_finite")
+        flag = compat.plain_variable(False, name="npu_last_step_finite")
+        object.__setattr__(self, "last_step_finite", flag)
 
     def _skip(self) -> Any:
         """Count a step that isn't made, unless gradients are added up: an update has those of as many finite steps."""
