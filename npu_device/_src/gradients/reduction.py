@@ -214,7 +214,7 @@ class ListReduction:
 
     def __post_init__(self) -> None:
         reduction = self.options.reduction
-        self._sparse = []
+        self._sparse: dict[int, TableRows] = {}
         for position, tensor in enumerate(self.tensors):
             if isinstance(tensor, tf.IndexedSlices):
                 if reduction not in ("sum", "mean"):
@@ -222,7 +222,7 @@ class ListReduction:
                         f"reduction {reduction!r} of IndexedSlices is not defined; expected 'sum' or 'mean', "
                         "or dense tensors (tf.convert_to_tensor)"
                     )
-                self._sparse.append(TableRows(position, tensor.indices))
+                self._sparse[position] = TableRows(tensor.indices)
             if tensor is not None:
                 require_reduction("all_reduce", tensor.dtype, reduction)
 
@@ -234,7 +234,7 @@ class ListReduction:
             "segments": _summary(self.segments),
             "compression": self.options.compression or "none",
         }
-        counts = [rows.counts for rows in self._sparse if rows.counts is not None]
+        counts = [rows.counts for rows in self._sparse.values() if rows.counts is not None]
         inputs = [*self.tensors, *counts]
         gradient = None
         if self.segments:
@@ -272,12 +272,12 @@ class ListReduction:
             for position, tensor in zip(segment, reduced_segment):
                 reduced[position] = tensor
         counts = iter(inputs[len(self.tensors) :])
-        for rows in self._sparse:
-            slices = inputs[rows.position]
+        for position, rows in self._sparse.items():
+            slices = inputs[position]
             if self.options.adds_rows:
-                reduced[rows.position] = add_up_slices(engine, slices, reduction, wire)
+                reduced[position] = add_up_slices(engine, slices, reduction, wire)
             else:
-                reduced[rows.position] = rows.gathered(engine, slices, reduction, wire, counts)
+                reduced[position] = rows.gathered(engine, slices, reduction, wire, counts)
         return reduced
 
     def _gradient(self, upstream: Sequence[tf.Tensor]) -> list[Gradient]:

@@ -74,14 +74,14 @@ class Metrics:
         # A metric may list a variable twice, but its increments count once.
         return compat.unique(variables)
 
-    def results_again(self, logs: Sequence) -> tuple[list, list[int]]:
+    def results_again(self, logs: Sequence) -> tuple[list, list]:
         """Return what of the logs is a metric's result, or a graph computes from some, with the results of all ranks.
 
-        Other logs are None. The second list has the indices of logs that can't be computed again.
+        Other logs are None. The second list has the logs that can't be computed again.
         """
         results = []
         lost = []
-        for index, log in enumerate(logs):
+        for log in logs:
             recorded = self._recorded(log)
             if recorded is not None:
                 results.append(recorded.compute())
@@ -94,7 +94,7 @@ class Metrics:
                 replacements = {source.tensor.name: source.compute() for source in sources}
                 result = compat.computed_again(log, replacements)
             if sources and result is None:
-                lost.append(index)
+                lost.append(log)
             results.append(result)
         return results, lost
 
@@ -118,7 +118,7 @@ class Metrics:
         result = compute()
         if isinstance(result, dict):
             for key, tensor in result.items():
-                self._results.append(_Result(tensor, partial(_computed_part, compute, key)))
+                self._results.append(_Result(tensor, lambda key=key: compute()[key]))
         else:
             self._results.append(_Result(result, compute))
         return result
@@ -235,10 +235,6 @@ def note_numbers(step: CurrentStep, metrics: Sequence, replaced: Replaced) -> li
 def _number_and_sample_weight(values: Any, sample_weight: Any = None) -> tuple[Any, Any]:
     """Return the arguments of ``update_state``, whose names these are."""
     return values, sample_weight
-
-
-def _computed_part(compute: Callable[[], Any], key: Any) -> Any:
-    return compute()[key]
 
 
 def _refuse_reset(name: str, reset_state: Callable[[], None]) -> None:

@@ -273,7 +273,10 @@ class Arguments:
         ]
         # Positional arguments are passed on in the order of Keras.
         if inspect.Parameter.VAR_POSITIONAL in self._kinds:
-            self._in_order += _keras_names(model, method.__name__)[len(self._in_order) :]
+            own_method = getattr(compat.keras_of(model).Model, method.__name__)
+            # Its first parameter is ``self``.
+            names = list(inspect.signature(own_method).parameters)[1:]
+            self._in_order += names[len(self._in_order) :]
 
     def get(self, name: str) -> Any:
         """Return an argument; None without it."""
@@ -289,12 +292,6 @@ class Arguments:
     def call(self) -> Any:
         """Call the method with these arguments."""
         return self._method(*self._args, **self._kwargs)
-
-
-def _keras_names(model: Any, method: str) -> list[str]:
-    """Return the names of the parameters of Keras's own method, without ``self``."""
-    own_method = getattr(compat.keras_of(model).Model, method)
-    return list(inspect.signature(own_method).parameters)[1:]
 
 
 # Callbacks, and what the ranks exchange at the end of each epoch.

@@ -69,20 +69,16 @@ class NpuLossScaleOptimizer:
         public_class: Any = cls
         keras = compat.keras_of(inner_optimizer)
         if compat.is_keras_3(keras) and isinstance(inner_optimizer, keras.optimizers.Optimizer):
-            family_class: Any = _class_of_family(
-                public_class, _Keras3Family, keras.optimizers.LossScaleOptimizer
-            )
+            bases: tuple = (_Keras3Family, keras.optimizers.LossScaleOptimizer)
         elif hasattr(inner_optimizer, "apply_gradients") and not compat.is_keras_3(keras):
-            family_class = _class_of_family(
-                public_class,
-                _TfKerasFamily,
-                compat.loss_scale_class_of_tf_keras(keras, inner_optimizer),
-            )
+            keras_class = compat.loss_scale_class_of_tf_keras(keras, inner_optimizer)
+            bases = (_TfKerasFamily, keras_class)
         else:
             class_name = f"{type(inner_optimizer).__module__}.{type(inner_optimizer).__name__}"
             raise TypeError(
                 f"expected a Keras optimizer to scale the loss for; found a {class_name}"
             )
+        family_class: Any = _class_of_family(public_class, *bases)
         return family_class.__new__(family_class, inner_optimizer, *args, **kwargs)
 
     @classmethod

@@ -180,13 +180,19 @@ class GradientReducer:
         self.divided_update = None
         tell_undivided(self.world, reason)
 
-    def begin(self, optimizer: Any, variables: Iterable) -> None:
-        """Make variables equal on all ranks before the first step that trains them."""
+    def begin(self, optimizer: Any, variables: Iterable) -> bool:
+        """Make variables equal on all ranks before the first step that trains them.
+
+        Return whether all ranks begin with the same values, as far as this call makes sure of it.
+        """
         # Variables are compared until they are equal; audits find later differences.
         variables = list(variables)
         new = self._compared.others(variables)
-        if not new or not can_compare():
-            return
+        if new and can_compare():
+            self._make_equal(optimizer, variables, new)
+        return bool(self._compared) or not can_compare()
+
+    def _make_equal(self, optimizer: Any, variables: list, new: list) -> None:
         level = logging.WARNING
         if self.has_own_batches:
             level = logging.INFO
@@ -275,10 +281,6 @@ class GradientReducer:
         finally:
             self._applying = outer
 
-    def _has_equal_start(self) -> bool:
-        """Return whether all ranks begin with the same values, as far as this call makes sure of it."""
-        return bool(self._compared) or not can_compare()
-
     def _divided(
         self,
         update: DividedUpdate,
@@ -313,9 +315,8 @@ class GradientReducer:
         update = self.divided_update
         if update is not None and self._applying is None:
             update.prepare(optimizer, variables)
-            self.begin(optimizer, variables)
-            # Slots are equal on all ranks now; from here on, each is on one of them.
-            update.part_if(self._has_equal_start())
+            # Once slots are equal on all ranks, each is on one of them.
+            update.part_if(self.begin(optimizer, variables))
 
     def reduced_for_scale(
         self, optimizer: Any, gradients: list, variables: list, audited: bool = True
