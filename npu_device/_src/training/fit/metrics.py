@@ -118,7 +118,7 @@ class Metrics:
         result = compute()
         if isinstance(result, dict):
             for key, tensor in result.items():
-                self._results.append(_Result(tensor, lambda key=key: compute()[key]))
+                self._results.append(_Result(tensor, partial(_computed_part, compute, key)))
         else:
             self._results.append(_Result(result, compute))
         return result
@@ -235,6 +235,10 @@ def note_numbers(step: CurrentStep, metrics: Sequence, replaced: Replaced) -> li
 def _number_and_sample_weight(values: Any, sample_weight: Any = None) -> tuple[Any, Any]:
     """Return the arguments of ``update_state``, whose names these are."""
     return values, sample_weight
+
+
+def _computed_part(compute: Callable[[], Any], key: Any) -> Any:
+    return compute()[key]
 
 
 def _refuse_reset(name: str, reset_state: Callable[[], None]) -> None:
