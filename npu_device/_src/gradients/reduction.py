@@ -150,7 +150,7 @@ def reduce_list(
                 trace.segment(_own_or_last(segment, reduced, tensors))
     if trace is not None:
         reduced = trace.recorded_with(reduced)
-    job.component_or_new(ReducedTensors).add(reduced)
+    mark_reduced(job, reduced)
     return reduced
 
 
@@ -356,16 +356,11 @@ _IS_REDUCED = "_npu_is_reduced"
 """The attribute of a tensor that is the result of a reduction of this rank."""
 
 
-class ReducedTensors:
-    """Counts the reductions of this rank, and marks their results; a component of the job."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def add(self, reduced: Iterable) -> None:
-        self.calls += 1
-        for tensor in dense_tensors(reduced):
-            setattr(tensor, _IS_REDUCED, True)
+def mark_reduced(job: Job, reduced: Iterable) -> None:
+    """Count a reduction of this rank, and mark its results."""
+    job.reductions += 1
+    for tensor in dense_tensors(reduced):
+        setattr(tensor, _IS_REDUCED, True)
 
 
 def unreduced_among(gradients: Sequence) -> list:
