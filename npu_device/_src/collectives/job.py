@@ -54,6 +54,7 @@ class Job(EngineContext):
         super().__init__(cluster, channel, secret)
         self.serves_others = serves_others
         self.has_communicated = False
+        self.reductions = 0  # what this rank has reduced, each list counted once
         self.before_leaving: list[Callable[[Job], None]] = []
         self.world_group = Group(WORLD_GROUP, tuple(range(cluster.world_size)), cluster.rank)
         self.groups: dict[str, Group] = {}

@@ -1,6 +1,6 @@
 """The reduction of a list of tensors, dense and sparse: cut into segments, one collective each, handed back in order.
 
-The job remembers which tensors are results: whoever applies gradients is asked later whether they were reduced.
+Results are marked: whoever applies gradients is asked later whether they were reduced.
 """
 
 from __future__ import annotations
@@ -8,9 +8,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-import weakref
 import zlib
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional, Union
@@ -38,7 +36,6 @@ Segments = Sequence[Sequence[int]]
 """Positions of tensors that travel together."""
 _LARGEST_FUSION_ID = 0x7FFFFFFF
 WIRE_DTYPES = {"fp16": tf.float16, "bf16": tf.bfloat16}
-_LATEST = 4096  # the most eager results that are remembered
 _TAPE = "gradient_tape/"  # prefix of the names of operations that compute gradients
 compared_with_one_process = threading.Event()
 """Set where steps are compared with those of one process: values are sent uncompressed, since compression rounds, and
@@ -153,7 +150,7 @@ def reduce_list(
                 trace.segment(_own_or_last(segment, reduced, tensors))
     if trace is not None:
         reduced = trace.recorded_with(reduced)
-    job.component_or_new(ReducedTensors).add(reduced)
+    mark_reduced(job, reduced)
     return reduced
 
 
@@ -217,7 +214,7 @@ class ListReduction:
 
     def __post_init__(self) -> None:
         reduction = self.options.reduction
-        self._sparse = []
+        self._sparse: dict[int, TableRows] = {}
         for position, tensor in enumerate(self.tensors):
             if isinstance(tensor, tf.IndexedSlices):
                 if reduction not in ("sum", "mean"):
@@ -225,7 +222,7 @@ class ListReduction:
                         f"reduction {reduction!r} of IndexedSlices is not defined; expected 'sum' or 'mean', "
                         "or dense tensors (tf.convert_to_tensor)"
                     )
-                self._sparse.append(TableRows(position, tensor.indices))
+                self._sparse[position] = TableRows(tensor.indices)
             if tensor is not None:
                 require_reduction("all_reduce", tensor.dtype, reduction)
 
@@ -237,7 +234,7 @@ class ListReduction:
             "segments": _summary(self.segments),
             "compression": self.options.compression or "none",
         }
-        counts = [rows.counts for rows in self._sparse if rows.counts is not None]
+        counts = [rows.counts for rows in self._sparse.values() if rows.counts is not None]
         inputs = [*self.tensors, *counts]
         gradient = None
         if self.segments:
@@ -275,12 +272,12 @@ class ListReduction:
             for position, tensor in zip(segment, reduced_segment):
                 reduced[position] = tensor
         counts = iter(inputs[len(self.tensors) :])
-        for rows in self._sparse:
-            slices = inputs[rows.position]
+        for position, rows in self._sparse.items():
+            slices = inputs[position]
             if self.options.adds_rows:
-                reduced[rows.position] = add_up_slices(engine, slices, reduction, wire)
+                reduced[position] = add_up_slices(engine, slices, reduction, wire)
             else:
-                reduced[rows.position] = rows.gathered(engine, slices, reduction, wire, counts)
+                reduced[position] = rows.gathered(engine, slices, reduction, wire, counts)
         return reduced
 
     def _gradient(self, upstream: Sequence[tf.Tensor]) -> list[Gradient]:
@@ -355,68 +352,54 @@ def with_nan_unless(agreed: tf.Tensor, gradients: Sequence) -> list:
 # The results of reductions
 
 
-class ReducedTensors:
-    """The results of the reductions of this rank; a component of the job."""
+_IS_REDUCED = "_npu_is_reduced"
+"""The attribute of a tensor that is the result of a reduction of this rank."""
 
-    def __init__(self) -> None:
-        self.calls = 0
-        self._eager = deque[weakref.ref[Any]](maxlen=_LATEST)
-        self._graphs = weakref.WeakKeyDictionary[tf.Graph, set[str]]()
 
-    def add(self, reduced: Iterable) -> None:
-        self.calls += 1
-        is_eager = tf.executing_eagerly()
-        for tensor in dense_tensors(reduced):
-            if is_eager:
-                # References are weak, so that only whoever applies a gradient keeps it.
-                self._eager.append(weakref.ref(tensor))
-            else:
-                self._graphs.setdefault(tensor.graph, set()).add(tensor.name)
+def mark_reduced(job: Job, reduced: Iterable) -> None:
+    """Count a reduction of this rank, and mark its results."""
+    job.reductions += 1
+    for tensor in dense_tensors(reduced):
+        setattr(tensor, _IS_REDUCED, True)
 
-    def missing_in(self, gradients: Sequence) -> list:
-        """Return the gradients that aren't results of a reduction or, in a function, computed from such only."""
-        if tf.executing_eagerly():
-            return self._missing_by_identity(gradients)
-        return self._missing_by_graph(gradients)
 
-    def _missing_by_identity(self, gradients: Sequence) -> list:
-        # Found by identity, since an eager tensor doesn't tell what it was made of.
-        reduced = {id(tensor) for reference in self._eager if (tensor := reference()) is not None}
-        return [gradient for gradient in gradients if id(dense_of(gradient)) not in reduced]
+def unreduced_among(gradients: Sequence) -> list:
+    """Return the gradients that aren't results of a reduction or, in a function, computed from such only."""
+    # An eager tensor doesn't tell what it was made of.
+    if tf.executing_eagerly():
+        return [gradient for gradient in gradients if not hasattr(dense_of(gradient), _IS_REDUCED)]
+    origins: dict[tf.Graph, dict[str, set[str]]] = {}
+    unreduced = []
+    for gradient in gradients:
+        tensor = dense_of(gradient)
+        if _origins(tensor.graph, origins)[tensor.name] != {"sum"}:
+            unreduced.append(gradient)
+    return unreduced
 
-    def _missing_by_graph(self, gradients: Sequence) -> list:
-        origins: dict[tf.Graph, dict[str, set[str]]] = {}
-        unreduced = []
-        for gradient in gradients:
-            tensor = dense_of(gradient)
-            if self._origins(tensor.graph, origins)[tensor.name] != {"sum"}:
-                unreduced.append(gradient)
-        return unreduced
 
-    def _origins(
-        self, graph: Any, origins: dict[tf.Graph, dict[str, set[str]]]
-    ) -> dict[str, set[str]]:
-        """Return, for each tensor of a graph, whether it is computed from reductions ("sum") and tapes ("tape")."""
-        if graph in origins:
-            return origins[graph]
-        names: dict[str, set[str]] = {}
-        # A placeholder of a function stands for a tensor outside.
-        for outside, inside in getattr(graph, "captures", ()):
-            if tf.is_symbolic_tensor(outside):
-                names[inside.name] = self._origins(outside.graph, origins)[outside.name]
-        names.update((name, {"sum"}) for name in self._graphs.get(graph, ()))
-        for operation in graph.get_operations():
-            sources = set()
-            # What a tape computes is a gradient of this rank, whatever it is computed from.
-            if _TAPE in operation.name:
-                sources = {"tape"}
-            else:
-                for tensor in operation.inputs:
-                    sources |= names.get(tensor.name, set())
-            for output in operation.outputs:
-                names.setdefault(output.name, sources)
-        origins[graph] = names
-        return names
+def _origins(graph: Any, origins: dict[tf.Graph, dict[str, set[str]]]) -> dict[str, set[str]]:
+    """Return, for each tensor of a graph, whether it is computed from reductions ("sum") and tapes ("tape")."""
+    if graph in origins:
+        return origins[graph]
+    names: dict[str, set[str]] = {}
+    # A placeholder of a function stands for a tensor outside.
+    for outside, inside in getattr(graph, "captures", ()):
+        if tf.is_symbolic_tensor(outside):
+            names[inside.name] = _origins(outside.graph, origins)[outside.name]
+    for operation in graph.get_operations():
+        sources = set()
+        # What a tape computes is a gradient of this rank, whatever it is computed from.
+        if _TAPE in operation.name:
+            sources = {"tape"}
+        else:
+            for tensor in operation.inputs:
+                sources |= names.get(tensor.name, set())
+        for output in operation.outputs:
+            names.setdefault(output.name, sources)
+            if hasattr(output, _IS_REDUCED):
+                names[output.name] = {"sum"}
+    origins[graph] = names
+    return names
 
 
 def dense_of(gradient: Any) -> Any:
@@ -430,9 +413,8 @@ def dense_tensors(gradients: Iterable) -> list:
     return [dense_of(gradient) for gradient in gradients if gradient is not None]
 
 
-def origin_of(tensor: Any) -> tuple[int, str]:
-    """Return graph and name of the tensor that a tensor of a graph is a copy of; for an eager one its id."""
-    if not tf.is_symbolic_tensor(tensor):
-        return id(tensor), ""
-    source = origin(tensor)
-    return id(source.graph), source.name
+def origin_of(tensor: Any) -> Any:
+    """Return the tensor that a tensor of a graph is a copy of; an eager one itself."""
+    if tf.is_symbolic_tensor(tensor):
+        return origin(tensor)
+    return tensor

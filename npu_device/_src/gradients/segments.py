@@ -43,7 +43,10 @@ def _operations_needed(targets: Sequence[tf.Operation]) -> list[int]:
         dependents[target] |= 1 << position
     # Most operations share their set with others: they are counted by sets, and the sets by targets.
     counts = Counter[int]()
-    for operation in _consumers_first(targets):
+    graphs = {target.graph for target in targets}
+    operations = [operation for graph in graphs for operation in graph.get_operations()]
+    # Operations stand in the order in which they were created, so that those that use one come after it.
+    for operation in reversed(operations):
         bits = dependents[operation]
         counts[bits] += 1
         for producer in compat.producers(operation):
@@ -52,23 +55,6 @@ def _operations_needed(targets: Sequence[tf.Operation]) -> list[int]:
     for position in range(len(targets)):
         numbers.append(sum(count for bits, count in counts.items() if bits >> position & 1))
     return numbers
-
-
-def _consumers_first(targets: Sequence[tf.Operation]) -> list[tf.Operation]:
-    """Return all operations that the targets depend on, each after those that use it."""
-    # Without recursion, since graphs are too deep for it. An operation is visited once more after its producers.
-    finished = []
-    visited = set()
-    pending = [(target, False) for target in targets]
-    while pending:
-        operation, is_finished = pending.pop()
-        if is_finished:
-            finished.append(operation)
-        elif operation not in visited:
-            visited.add(operation)
-            pending.append((operation, True))
-            pending += [(producer, False) for producer in compat.producers(operation)]
-    return finished[::-1]
 
 
 _log = logging.getLogger("npu_device")

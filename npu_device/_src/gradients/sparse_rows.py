@@ -26,7 +26,7 @@ RowsAndIndices = tuple[tf.Tensor, tf.Tensor]
 
 
 class TableRows:
-    """The lookups in a table that a gradient at a position of a list has rows of, as the graph tells.
+    """The lookups in a table that a gradient has rows of, as the graph tells.
 
     The rows may be gathered elsewhere: a session gives eager tensors, which have no graph. Rows of an eager gradient
     count as one lookup.
@@ -35,8 +35,7 @@ class TableRows:
         counts: rows of each lookup on this rank, if some ranks' rows are to be added up; else None.
     """
 
-    def __init__(self, position: int, indices: Any) -> None:
-        self.position = position
+    def __init__(self, indices: Any) -> None:
         self.counts: tf.Tensor | None = None
         lookups = list(_lookups(indices))
         self._is_distinct = [is_distinct for _, is_distinct in lookups]

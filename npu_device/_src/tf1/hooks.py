@@ -15,7 +15,7 @@ import tensorflow as tf
 from npu_device._src import compat
 from npu_device._src.collectives.job import Job
 from npu_device._src.collectives.sessions import call_python
-from npu_device._src.gradients.reduction import ReducedTensors
+from npu_device._src.gradients.reduction import unreduced_among
 from npu_device._src.training.distribute.variables import VARIABLES_OF_ONE_RANK, broadcast
 from npu_device._src.training.opening import device
 from npu_device._src.training.opening.current_world import world_unless_child
@@ -112,7 +112,7 @@ def _warn_if_unreduced(job: Job) -> None:
         elif operation.type.startswith("Assign") and "value" in inputs:
             # The assigned tensor may be a mean of the variable, as in local SGD, or a sum of gradients.
             assigned.append(inputs["value"])
-    unreduced = job.component_or_new(ReducedTensors).missing_in([*trained.values(), *assigned])
+    unreduced = unreduced_among([*trained.values(), *assigned])
     # If only some were reduced, the rest may be meant to be this rank's own.
     if trained and len(unreduced) == len(trained) + len(assigned) and job.cluster.rank == 0:
         _log.warning(_UNREDUCED, named(list(trained)), job.cluster.world_size)

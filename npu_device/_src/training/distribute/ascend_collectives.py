@@ -23,7 +23,7 @@ from npu_device._src import compat
 from npu_device._src.collectives import moves as _moves, ops as _ops
 from npu_device._src.collectives.graph import overwriting
 from npu_device._src.collectives.group import WORLD_GROUP
-from npu_device._src.gradients.reduction import ReducedTensors, check_fusion, check_fusion_0_or_2
+from npu_device._src.gradients.reduction import check_fusion, check_fusion_0_or_2, mark_reduced
 from npu_device._src.training.opening.current_world import current_world
 from npu_device._src.world.world import World
 
@@ -57,7 +57,7 @@ def allreduce(
         return tensor
     tensor = compat.to_tensor(tensor)
     reduced = _ops.all_reduce(world.job, tensor, reduction, world.group)
-    world.job.component_or_new(ReducedTensors).add([reduced])
+    mark_reduced(world.job, [reduced])
     return reduced
 
 

@@ -69,7 +69,7 @@ class NPUBroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
         replica = replica_of(self.model)
         # The replica sends everything itself, once the first batch has built the model.
         if replica is not None:
-            replica.state.root_rank = self._root_rank
+            replica.root_rank = self._root_rank
             return
         if not tf.executing_eagerly():
             broadcast_keras_model(self.model, self._root_rank)
@@ -179,8 +179,7 @@ def _shapes_by_rank(model: Any) -> list:
     state = training_state.optimizer_state(model)
     shapes = [(tuple(variable.shape), tf.as_dtype(variable.dtype).name) for variable in state]
     world = current_world()
-    if world is None:
-        return [shapes]
+    assert world is not None
     return world.objects(shapes, "state of the optimizers")
 
 

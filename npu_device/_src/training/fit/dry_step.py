@@ -115,7 +115,7 @@ class DryStep:
         virtual.world = self._world
         # In "train", the step would replace random generators and synchronize layers.
         virtual.mode = "check"
-        virtual.known_objects = objects
+        virtual.objects = objects
         replaced.enter_context(Step(virtual, share))
         step = current_step()
         assert step is not None

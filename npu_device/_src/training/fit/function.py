@@ -170,7 +170,7 @@ class Function(StepContext):
             # A broadcast callback names its root for one start only.
             self._state.root_rank = 0
         # Building may have added layers and variables.
-        self.known_objects = objects_of(self.model)
+        self.objects = objects_of(self.model)
         # Of own data, each rank knows the number of its own samples only.
         rows = None
         if pulled and not self.has_own_data:

@@ -51,23 +51,22 @@ class Losses:
     ) -> Any:
         """Return what Keras is to reduce: values of the samples, times what makes their sum that of the whole batch."""
         losses = call(y_true, y_pred)
+        loss.reduction = reduction
         if self._step.in_metric.is_on:
-            loss.reduction = reduction
             return losses
         # Keras's losses with ignore_class attach this mask to their values.
         loss_mask = getattr(losses, "_keras_mask", None)
         present = [mask for mask in (_mask_of(y_pred), loss_mask) if mask is not None]
         flags: list = [tf.cast(mask, tf.bool) for mask in present]
         mask = functools.reduce(tf.logical_and, flags or [None])
-        loss.reduction = reduction
         if reduction in ("sum", "none", None):
-            scaled = self._of_the_whole(losses, 1.0)
+            scaled = self._of_the_whole(losses)
         else:
             denominator = self._denominator(reduction, mask, losses)
             if denominator is None:
                 # A function of the script may have added up the samples itself, and returned one number.
                 if losses.shape.rank == 0 and self._step.register_number(name, losses):
-                    return self._of_the_whole(losses, 1.0)
+                    return self._of_the_whole(losses)
                 return losses
             # Keras would divide by the number of valid values on this rank, which may be 0.
             loss.reduction = "sum"
@@ -85,11 +84,11 @@ class Losses:
         return add_loss(scaled, *args, **kwargs)
 
     def _regularize(self, regularizer: Callable[[Any], Any], outputs: Any) -> Any:
-        return self._of_the_whole(regularizer(outputs), 1.0)
+        return self._of_the_whole(regularizer(outputs))
 
     def _scaled_if_sum(self, name: str, loss: Any) -> Any:
         if tf.is_tensor(loss) and self._register_loss(name, loss):
-            return self._of_the_whole(loss, 1.0)
+            return self._of_the_whole(loss)
         return loss
 
     def _register_loss(self, name: str, loss: tf.Tensor) -> bool:
@@ -108,7 +107,7 @@ class Losses:
         rows = self._step.share.rows
         return isinstance(rows, int) and length == rows
 
-    def _of_the_whole(self, terms: tf.Tensor, denominator: Any) -> tf.Tensor:
+    def _of_the_whole(self, terms: tf.Tensor, denominator: Any = 1.0) -> tf.Tensor:
         """Return the terms of a sum that is divided by a denominator.
 
         Divided by the fraction of this rank, too, by which the loss or its gradients are multiplied later

@@ -74,14 +74,14 @@ class Metrics:
         # A metric may list a variable twice, but its increments count once.
         return compat.unique(variables)
 
-    def results_again(self, logs: Sequence) -> tuple[list, list[int]]:
+    def results_again(self, logs: Sequence) -> tuple[list, list]:
         """Return what of the logs is a metric's result, or a graph computes from some, with the results of all ranks.
 
-        Other logs are None. The second list has the indices of logs that can't be computed again.
+        Other logs are None. The second list has the logs that can't be computed again.
         """
         results = []
         lost = []
-        for index, log in enumerate(logs):
+        for log in logs:
             recorded = self._recorded(log)
             if recorded is not None:
                 results.append(recorded.compute())
@@ -94,7 +94,7 @@ class Metrics:
                 replacements = {source.tensor.name: source.compute() for source in sources}
                 result = compat.computed_again(log, replacements)
             if sources and result is None:
-                lost.append(index)
+                lost.append(log)
             results.append(result)
         return results, lost
 
@@ -277,6 +277,6 @@ def _needs_whole_batch(metric: Any) -> bool:
     function = compat.function_of_metric(metric)
     if function is not None:
         return not compat.belongs_to_keras(function)
-    updating = next(cls for cls in type(metric).__mro__ if "update_state" in vars(cls))
+    updating = compat.class_with(type(metric), "update_state")
     is_base_class = updating is compat.keras_of(metric).metrics.Metric
     return is_base_class or not compat.belongs_to_keras(updating)

@@ -14,7 +14,6 @@ from npu_device._src import compat
 from npu_device._src.training.fit.step_context import StepContext
 from npu_device._src.training.watching import training_state
 from npu_device._src.world.share import Share, named_leaves, spec_of_any_length
-from npu_device._src.world.world import World
 
 # One line without quotes, which an Assert of TensorFlow would print escaped.
 _VARYING_ROWS = (
@@ -34,11 +33,18 @@ def of_all_ranks(context: StepContext, batch: Any, share: Share, outputs: Any) -
     if not all(map(_is_gatherable, leaves)) or not _have_rows(context, batch, share, leaves):
         return None
     names = {id(leaf): name for name, leaf in named_leaves("output", outputs)}
-    gathered = []
-    for leaf in leaves:
-        rows_of_all = _gathered(context.world, share, leaf, names.get(id(leaf), "an output"))
-        gathered.append(rows_of_all)
-    return tf.nest.pack_sequence_as(outputs, gathered)
+
+    def of_all(leaf: tf.Tensor) -> tf.Tensor:
+        gathered = context.world.gather(share.counted(leaf))
+        rows = tf.shape(gathered)[0]
+        # A sample may have several rows, but each the same number of them. All ranks see the same here.
+        is_right = rows % tf.maximum(share.total, 1) == 0
+        name = names.get(id(leaf), "an output")
+        text = _VARYING_ROWS.format(name=name.replace("'", ""))
+        tf.debugging.Assert(is_right, [text, rows, share.total])
+        return gathered
+
+    return tf.nest.map_structure(of_all, outputs)
 
 
 def _is_gatherable(leaf: Any) -> bool:
@@ -67,13 +73,3 @@ def _have_rows(context: StepContext, batch: Any, share: Share, leaves: list) -> 
 def _is_of_any_length(output: Any) -> bool:
     shape = tf.TensorShape(output.shape)
     return shape.rank is None or shape[0] is None
-
-
-def _gathered(world: World, share: Share, leaf: tf.Tensor, name: str) -> tf.Tensor:
-    gathered = world.gather(share.counted(leaf))
-    rows = tf.shape(gathered)[0]
-    # A sample may have several rows, but each the same number of them. All ranks see the same here.
-    is_right = rows % tf.maximum(share.total, 1) == 0
-    text = _VARYING_ROWS.format(name=name.replace("'", ""))
-    tf.debugging.Assert(is_right, [text, rows, share.total])
-    return gathered

@@ -54,16 +54,14 @@ _REPLICA = "_npu_replica"
 _log = logging.getLogger("npu_device")
 
 
-class Replica:
+class Replica(ReplicaState):
     """One model on this rank: Keras calls its functions (``function``), which call its steps (``step``)."""
 
     def __init__(self, world: World, model: Any, shard_optimizer: bool | None = None) -> None:
-        self.world = world
-        self.model = model
-        self.state = ReplicaState(world, model, shard_optimizer)
-        self.train = Function(self.state, "train")
-        self.test = Function(self.state, "test")
-        self.predict = Function(self.state, "predict")
+        super().__init__(world, model, shard_optimizer)
+        self.train = Function(self, "train")
+        self.test = Function(self, "test")
+        self.predict = Function(self, "predict")
         attributes = {**self._methods(), _REPLICA: self}
         for name, method in attributes.items():
             # Set past Keras's own ``__setattr__``, which would track the method as something to save.
@@ -111,7 +109,7 @@ class Replica:
             callbacks = callbacks_of_rank(self.world, self.model, passed, self._compare_batches)
             arguments.set("callbacks", callbacks)
             # The statement at the start gets the number of steps from them.
-            self.state.callbacks = callbacks
+            self.callbacks = callbacks
             # The state is set before Keras draws the order in which it shuffles.
             start.set_random_state_from_root(self.world)
             if are_shared:
@@ -119,13 +117,13 @@ class Replica:
             self.train.is_first_call = True
             self.test.is_first_call = True
             # A callback may call ``fit`` itself.
-            was_in_fit = self.state.in_fit
-            self.state.in_fit = True
+            was_in_fit = self.in_fit
+            self.in_fit = True
             try:
                 with silent(self.world, callbacks):
                     history = arguments.call()
             finally:
-                self.state.in_fit = was_in_fit
+                self.in_fit = was_in_fit
                 # Dropped, so that the data can be freed before the model.
                 self.train.source = None
                 self.test.source = None
@@ -154,7 +152,7 @@ class Replica:
             passed = arguments.get("callbacks")
             if passed is not None:
                 arguments.set("callbacks", without_writing(self.world, passed))
-            if self.state.in_fit:
+            if self.in_fit:
                 return self._call_in_fit(function, arguments, source)
             shared_data.pass_as_tensors(self.world, self.model, arguments)
             function.is_first_call = True
@@ -221,7 +219,7 @@ class Replica:
         functions = {function.mode: function for function in (self.train, self.test, self.predict)}
         checksums = {mode: function.checksum.pop() for mode, function in functions.items()}
         own_data = [mode for mode, function in functions.items() if function.has_own_data]
-        for mode in modes_that_differ(self.world, checksums, self.state.in_fit, own_data):
+        for mode in modes_that_differ(self.world, checksums, self.in_fit, own_data):
             functions[mode].set_batches_from_root(True)
 
 
@@ -275,7 +273,10 @@ class Arguments:
         ]
         # Positional arguments are passed on in the order of Keras.
         if inspect.Parameter.VAR_POSITIONAL in self._kinds:
-            self._in_order += _keras_names(model, method.__name__)[len(self._in_order) :]
+            own_method = getattr(compat.keras_of(model).Model, method.__name__)
+            # Its first parameter is ``self``.
+            names = list(inspect.signature(own_method).parameters)[1:]
+            self._in_order += names[len(self._in_order) :]
 
     def get(self, name: str) -> Any:
         """Return an argument; None without it."""
@@ -291,14 +292,6 @@ class Arguments:
     def call(self) -> Any:
         """Call the method with these arguments."""
         return self._method(*self._args, **self._kwargs)
-
-
-def _keras_names(model: Any, method: str) -> list[str]:
-    """Return the names of the parameters of Keras's own method, without ``self``."""
-    keras_classes = filter(compat.belongs_to_keras, type(model).__mro__)
-    defining = next(base for base in keras_classes if method in vars(base))
-    parameters = inspect.signature(vars(defining)[method]).parameters
-    return list(parameters)[1:]
 
 
 # Callbacks, and what the ranks exchange at the end of each epoch.

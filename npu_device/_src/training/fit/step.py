@@ -187,7 +187,7 @@ class Step:
         leaves = tf.nest.flatten(logs)
         of_all_ranks, not_computable = self._metrics.results_again(leaves)
         if not_computable and self._world.is_main:
-            self._warn_of_computed_logs(logs, [leaves[position] for position in not_computable])
+            self._warn_of_computed_logs(logs, not_computable)
         numbers = list(map(_float_as_tensor, leaves))
         # By position; sent together, since each contribution is a single number.
         contributions: dict[int, tf.Tensor] = {}

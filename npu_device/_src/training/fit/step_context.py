@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
-from typing import Any, Callable, Optional
+from typing import Any, Callable
 
 from npu_device._src import compat
 from npu_device._src.training.fit.batch_checksum import RunningChecksum
@@ -39,7 +40,6 @@ class StepContext:
     batches_from_root: bool = False
     has_own_data: bool = False
     predicts_rows: dict[str, bool] = field(default_factory=dict)
-    known_objects: Optional[ModelObjects] = None
 
     def after_draws(self, numbers: RandomNumbers, share: Share) -> None:
         """Take note of the random numbers that a step has drawn, and its share."""
@@ -49,9 +49,7 @@ class StepContext:
         """Return whether the script has written the step, not Keras."""
         return not compat.belongs_to_keras(self.own_step)
 
-    @property
+    @functools.cached_property
     def objects(self) -> ModelObjects:
         """Return the objects of the model that its step uses; found after the model has been built."""
-        if self.known_objects is None:
-            self.known_objects = objects_of(self.model)
-        return self.known_objects
+        return objects_of(self.model)

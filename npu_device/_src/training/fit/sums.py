@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import ChainMap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +25,7 @@ from npu_device._src.training.fit.graph_lines import where
 from npu_device._src.training.fit.losses import ADDED_LOSS, LOSS
 from npu_device._src.training.fit.step_context import StepContext
 from npu_device._src.training.watching import training_state
+from npu_device._src.training.watching.partial_sums import with_values
 from npu_device._src.training.watching.wrapped_optimizers import reducer_of, reducing_optimizer
 from npu_device._src.world.current_step import IsSum, Sums
 from npu_device._src.world.share import run_of, spec_of_any_length, units_at, units_of
@@ -60,19 +61,19 @@ def set_sums(context: StepContext, sums_of_ranks: Sequence[IsSum]) -> None:
     """Take numbers for sums or means of which the ranks have found this; if they differ, as the first of them has."""
     # The first rank that has found a number decides.
     numbers = dict(ChainMap(*sums_of_ranks))
-    reducers = dict(_reducers(context))
+    reducers = _reducers(context)
     adding = {reducer for name, reducer in reducers.items() if numbers.get(name)}
     are_all = bool(adding) and adding == set(reducers.values())
     context.sums = Sums(numbers, adding, are_all)
 
 
-def _reducers(context: StepContext) -> list[tuple[str, Any]]:
+def _reducers(context: StepContext) -> dict[str, Any]:
     """Return the reducers of the optimizers of a model, with names that are the same on all ranks."""
     optimizers = map(reducing_optimizer, training_state.optimizers(context.model))
-    named = []
+    named = {}
     for position, reducer in enumerate(map(reducer_of, optimizers)):
         if reducer is not None:
-            named.append((f"optimizer {position}", reducer))
+            named[f"optimizer {position}"] = reducer
     return named
 
 
@@ -124,7 +125,9 @@ def checked_step(context: StepContext, samples: Samples, is_repeated: bool) -> C
         gradients = findings.compared_gradients(dry_step, runs)
         are_sums = findings.sums_of_optimizers(gradients)
         optimizers = {
-            name: are_sums[reducer] for name, reducer in _reducers(context) if reducer in are_sums
+            name: are_sums[reducer]
+            for name, reducer in _reducers(context).items()
+            if reducer in are_sums
         }
         adding = {name for name, is_sum in optimizers.items() if is_sum}
         if adding <= added_names:
@@ -193,21 +196,16 @@ def precision_of(model: Any) -> float:
     return 1e-6
 
 
-@contextlib.contextmanager
-def _moved(variables: Sequence, precision: float) -> Iterator[None]:
+def _moved(variables: Sequence, precision: float) -> contextlib.AbstractContextManager[None]:
     """Give variables values that differ by rounding from their own in the block."""
     # Moved once, although an optimizer may have been given a variable twice.
     moved = compat.unique(variables)
-    tensors = list(map(tf.convert_to_tensor, moved))
-    for variable, tensor in zip(moved, tensors):
-        array = tensor.numpy()
+    moved_arrays = []
+    for variable in moved:
+        array = tf.convert_to_tensor(variable).numpy()
         # Numbers move up and down in turns, as rounding does.
         positions = np.arange(array.size).reshape(array.shape)
         factors = 1 + precision * np.where(positions % 2, 1.0, -1.0)
         moved_array = array.astype(np.float64) * factors
-        variable.assign(moved_array.astype(array.dtype))
-    try:
-        yield
-    finally:
-        for variable, tensor in zip(moved, tensors):
-            variable.assign(tensor)
+        moved_arrays.append(moved_array.astype(array.dtype))
+    return with_values(moved, moved_arrays)

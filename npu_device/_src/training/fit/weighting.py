@@ -14,7 +14,6 @@ The way to the reduction: the optimizer's ``apply`` or ``apply_gradients`` (``op
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from types import MethodType
 from typing import Any
 
@@ -23,7 +22,6 @@ import tensorflow as tf
 from npu_device._src import compat
 from npu_device._src.gradients.reduction import Gradient, Owners, ReductionOptions, weighted
 from npu_device._src.training.optimizers.optimizer_wrapper import GradientReducer
-from npu_device._src.training.optimizers.reducing_methods import install
 from npu_device._src.training.watching.schedule import only_building
 from npu_device._src.training.watching.wrapped_optimizers import (
     REDUCER,
@@ -41,13 +39,9 @@ class WeightedReducer(GradientReducer):
     gradients itself, between the loss and the optimizer: so its loss isn't multiplied.
     """
 
-    def begin(self, optimizer: Any, variables: Iterable) -> None:
+    def begin(self, optimizer: Any, variables: Iterable) -> bool:
         """Make the ranks begin with the same variables, unless ``fit`` has done so."""
-        if current_step() is None:
-            super().begin(optimizer, variables)
-
-    def _has_equal_start(self) -> bool:
-        return current_step() is not None or super()._has_equal_start()
+        return current_step() is not None or super().begin(optimizer, variables)
 
     def reduce(
         self, optimizer: Any, gradients: Iterable[Gradient], owners: Owners = None
@@ -61,10 +55,9 @@ class WeightedReducer(GradientReducer):
         # A custom step has reduced them already, or all that they are made of.
         if reduced_by_step(gradients):
             return gradients
-        options = replace(self.options_for(optimizer), reduction="sum")
         contributions = self.weighted_contributions(gradients, step, optimizer)
         # No pair is kept: ``fit`` compares the batches themselves.
-        reduced = self.world.reduce(contributions, options, owners)
+        reduced = self.over_ranks(optimizer, "sum", contributions, owners)
         self.remember(reduced)
         return reduced
 
@@ -127,7 +120,7 @@ def replicate_optimizer(optimizer: Any, world: World, shard_optimizer: bool | No
     if earlier is None:
         reducer.install(optimizer, shard_optimizer)
     else:
-        install(carrying, reducer)
+        setattr(carrying, REDUCER, reducer)
         # An update that is divided already goes on, with the slots on the ranks that hold them.
         reducer.divided_update = earlier.divided_update
         reducer.is_scaled = earlier.is_scaled

@@ -12,14 +12,12 @@ def current_world(group: str = WORLD_GROUP) -> World | None:
     """Return the job that this process is a rank of, or one of its groups; None on a single device. A job that the
     script hasn't opened is joined now, which may take as long as the other ranks need; a child process raises.
     """
-    job = device.running_job()
-    return _of_group(job, group)
+    return _of_group(device.running_job(), group)
 
 
 def world_unless_child(group: str = WORLD_GROUP) -> World | None:
     """Return the job as above; None also in a child process of a rank, whose model trains by itself."""
-    job = device.unless_child()
-    return _of_group(job, group)
+    return _of_group(device.unless_child(), group)
 
 
 def _of_group(job: Job | None, group: str) -> World | None:

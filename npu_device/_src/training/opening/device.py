@@ -221,14 +221,12 @@ def _set_seed(seed: int | None) -> None:
         )
     _seed = seed
     # Seeds can be set without making TensorFlow's context. A Keras that is imported later takes its seeds from Python's
-    # random state.
-    imported = [name for name in ("keras", "tf_keras") if name in sys.modules]
-    keras_utils = [sys.modules[name].utils for name in imported]
-    # The import fails where TF_USE_LEGACY_KERAS is set without tf_keras.
+    # random state. The import fails where TF_USE_LEGACY_KERAS is set without tf_keras.
     with contextlib.suppress(ImportError):
-        keras_utils.append(tf.keras.utils)
-    for utils in keras_utils:
-        utils.set_random_seed(seed)
+        tf.keras.utils.set_random_seed(seed)
+    for name in ("keras", "tf_keras"):
+        if name in sys.modules:
+            sys.modules[name].utils.set_random_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
     tf.random.set_seed(seed)
@@ -262,13 +260,8 @@ def _require_same_seed(running: Job, seed: int | None) -> None:
     # A rank without a seed makes the call, too: a seed on some ranks only would be found much later.
     seeds = running.control.gather("seed", seed, environment.HCCL_CONNECT_TIMEOUT.get())
     if seeds.count(seeds[0]) < len(seeds):
-        lines = []
-        for rank, rank_seed in enumerate(seeds):
-            argument = ""
-            if rank_seed is not None:
-                argument = f"seed={rank_seed}"
-            lines.append(f"  {running.cluster.name_of(rank)}: npu.open({argument})")
-        text = "\n".join(lines)
+        calls = {rank: f"npu.open(seed={rank_seed})" for rank, rank_seed in enumerate(seeds)}
+        text = "\n".join(running.cluster.lines(calls)).replace("seed=None", "")
         raise ValueError(
             f"the ranks opened with different seeds:\n{text}\nLikely cause: the seed is computed from the rank or "
             "drawn at random.\nWhat to do: pass the same seed on every rank. Numbers that each rank should draw by "

@@ -14,24 +14,12 @@ from typing import Any, Callable
 import tensorflow as tf
 
 from npu_device._src import compat
-from npu_device._src.gradients.reduction import Gradient, compared_with_one_process
+from npu_device._src.gradients.reduction import Gradient
 from npu_device._src.trace.trace import iteration
 from npu_device._src.training.watching.partial_sums import note_partial_sums
 from npu_device._src.world.world import World
 
 _Reduce = Callable[..., "list[Gradient]"]
-
-
-def accumulates(optimizer: Any, reduction: str) -> bool:
-    """Return whether the ranks add up the gradients of an optimizer by themselves, and reduce the sum by a mean."""
-    # Each step is compared.
-    if compared_with_one_process.is_set() or compat.accumulation_steps(optimizer) <= 1:
-        return False
-    # A session's graph has no place for what is between two runs.
-    if not tf.compat.v1.executing_eagerly_outside_functions():
-        return False
-    replica_count = tf.distribute.get_strategy().num_replicas_in_sync
-    return reduction in ("sum", "mean") and replica_count == 1
 
 
 def note_accumulators(world: World, optimizer: Any) -> None:
@@ -75,25 +63,22 @@ def accumulate(
             early.append(position)
     accumulators = compat.accumulators_of(optimizer, [variables[position] for position in late])
     dense = [tf.convert_to_tensor(contributions[position]) for position in late]
-    gradients = list(contributions)
+    gradients = dict(enumerate(contributions))
     if early:
         with iteration():
             reduced_now = reduce([contributions[position] for position in early])
-        for position, gradient in zip(early, reduced_now):
-            gradients[position] = gradient
+        gradients.update(zip(early, reduced_now))
     if owners is not None:
         reduce = functools.partial(reduce, owners=[owners[position] for position in late])
-    reduced_late = _reduced_in_update(optimizer, dense, accumulators, reduce)
-    for position, gradient in zip(late, reduced_late):
-        gradients[position] = gradient
+    gradients.update(zip(late, _reduced_in_update(optimizer, dense, accumulators, reduce)))
     if owners is not None:
         of_others = []
-        for gradient, variable, owner in zip(gradients, variables, owners):
+        for gradient, variable, owner in zip(gradients.values(), variables, owners):
             is_added = gradient is not None and not compat.is_overwritten(variable)
             if is_added and owner != world.rank:
                 of_others.append((gradient, variable))
         _accumulate_for_others(optimizer, of_others)
-    return gradients
+    return list(gradients.values())
 
 
 def is_update(optimizer: Any) -> tf.Tensor:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import tensorflow as tf
@@ -70,20 +69,16 @@ class NpuLossScaleOptimizer:
         public_class: Any = cls
         keras = compat.keras_of(inner_optimizer)
         if compat.is_keras_3(keras) and isinstance(inner_optimizer, keras.optimizers.Optimizer):
-            family_class: Any = _class_of_family(
-                public_class, _Keras3Family, keras.optimizers.LossScaleOptimizer
-            )
+            bases: tuple = (_Keras3Family, keras.optimizers.LossScaleOptimizer)
         elif hasattr(inner_optimizer, "apply_gradients") and not compat.is_keras_3(keras):
-            family_class = _class_of_family(
-                public_class,
-                _TfKerasFamily,
-                compat.loss_scale_class_of_tf_keras(keras, inner_optimizer),
-            )
+            keras_class = compat.loss_scale_class_of_tf_keras(keras, inner_optimizer)
+            bases = (_TfKerasFamily, keras_class)
         else:
             class_name = f"{type(inner_optimizer).__module__}.{type(inner_optimizer).__name__}"
             raise TypeError(
                 f"expected a Keras optimizer to scale the loss for; found a {class_name}"
             )
+        family_class: Any = _class_of_family(public_class, *bases)
         return family_class.__new__(family_class, inner_optimizer, *args, **kwargs)
 
     @classmethod
@@ -165,17 +160,13 @@ def _discard(result: object) -> None:
 class _KerasFamily(_Keras):
     """The parts that are the same in every Keras."""
 
+    last_step_finite: Any
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # Held by something that isn't tracked, so that the variable stays out of checkpoints.
-        self._last_step = SimpleNamespace(
-            finite=compat.plain_variable(False, name="npu_last_step_finite")
-        )
-
-    @property
-    def last_step_finite(self) -> Any:
-        """Return a bool variable that is True when the gradients of the last step were finite; False at first."""
-        return self._last_step.finite
+        # Set past Keras's own ``__setattr__``, which would track the variable as something to save.
+        flag = compat.plain_variable(False, name="npu_last_step_finite")
+        object.__setattr__(self, "last_step_finite", flag)
 
     def _skip(self) -> Any:
         """Count a step that isn't made, unless gradients are added up: an update has those of as many finite steps."""
@@ -203,7 +194,7 @@ class _KerasFamily(_Keras):
         def apply_if_finite(finite: tf.Tensor, apply: Callable[[], Any]) -> None:
             # Decided by a condition of the graph, since the other branch must not move variables.
             tf.cond(finite, lambda: _discard(apply()), lambda: _discard(self._skip()))
-            self._last_step.finite.assign(finite)
+            self.last_step_finite.assign(finite)
             if self.dynamic:
                 self._update_scale(finite)
 

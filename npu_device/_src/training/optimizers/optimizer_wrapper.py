@@ -9,7 +9,6 @@ import contextlib
 import functools
 import logging
 import operator
-import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Callable
@@ -24,6 +23,7 @@ from npu_device._src.gradients.reduction import (
     Owners,
     ReductionOptions,
     all_finite,
+    compared_with_one_process,
     dense_tensors,
     origin_of,
     weighted,
@@ -34,7 +34,6 @@ from npu_device._src.training.distribute.synchronized_layers import find_layers,
 from npu_device._src.training.opening.current_world import world_unless_child
 from npu_device._src.training.optimizers.accumulation import (
     accumulate,
-    accumulates,
     is_update,
     note_accumulators,
 )
@@ -48,6 +47,9 @@ from npu_device._src.training.watching.same_variables import ComparedVariables, 
 from npu_device._src.training.watching.schedule import can_compare, only_building
 from npu_device._src.training.watching.wrapped_optimizers import is_wrapped, reducing_optimizer
 from npu_device._src.world.world import World
+
+_REDUCED_BY = "_npu_reduced_by"
+"""The attribute of a tensor that has the id of the reducer whose result it is."""
 
 
 def npu_distributed_keras_optimizer_wrapper(
@@ -138,7 +140,6 @@ class GradientReducer:
         # True if Horovod's optimizer adds up the gradients of several batches before they come here.
         self.adds_up_first = False
         self.world = world
-        self._reduced: list[weakref.ref[Any]] = []
         self._applying: Any = None  # the optimizer whose gradients are ready
         self._compared = ComparedVariables()
         # False if ``begin`` found variables without values: then the first step is audited, too.
@@ -179,20 +180,26 @@ class GradientReducer:
         self.divided_update = None
         tell_undivided(self.world, reason)
 
-    def begin(self, optimizer: Any, variables: Iterable) -> None:
-        """Make variables equal on all ranks before the first step that trains them."""
+    def begin(self, optimizer: Any, variables: Iterable) -> bool:
+        """Make variables equal on all ranks before the first step that trains them.
+
+        Return whether all ranks begin with the same values, as far as this call makes sure of it.
+        """
         # Variables are compared until they are equal; audits find later differences.
         variables = list(variables)
         new = self._compared.others(variables)
-        if not new or not can_compare():
-            return
+        if new and can_compare():
+            self._make_equal(optimizer, variables, new)
+        return bool(self._compared) or not can_compare()
+
+    def _make_equal(self, optimizer: Any, variables: list, new: list) -> None:
         level = logging.WARNING
         if self.has_own_batches:
             level = logging.INFO
         if compat.of_keras_3(optimizer):
             if not tf.executing_eagerly():
                 # Slots that are made later would be made amid the step, where TensorFlow can't give them values first.
-                _build(optimizer, variables)
+                compat.build_optimizer(optimizer, variables)
             # Variables that the optimizer trains later take part in the loss now.
             new = self._compared.others(
                 compat.unique([*variables, *compat.variables_to_update(optimizer)])
@@ -204,29 +211,34 @@ class GradientReducer:
         if self._has_compared and make_equal(self.world, states, level=level):
             self._compared.note([*new, *states])
 
-    def options_for(self, optimizer: Any) -> ReductionOptions:
-        """Return the settings with which sparse gradients reach an optimizer as in one process."""
+    def over_ranks(
+        self, optimizer: Any, reduction: str, gradients: Sequence[Gradient], owners: Owners = None
+    ) -> list[Gradient]:
+        """Return the sum, mean or the like of gradients over the ranks; see ``reduce_list``."""
+        note_reduced(self.world, gradients)
         # Asked at each reduction, since a script may set clipnorm later.
-        return replace(self.options, adds_rows=compat.adds_up_rows_first(optimizer))
+        adds_rows = compat.adds_up_rows_first(optimizer)
+        options = replace(self.options, reduction=reduction, adds_rows=adds_rows)
+        return self.world.reduce(gradients, options, owners)
 
     def reduce(
         self, optimizer: Any, gradients: Iterable[Gradient], owners: Owners = None
     ) -> list[Gradient]:
-        """Return the gradients reduced over the ranks, ``None`` where ``None`` was; see ``reduce_list``."""
+        """Return the gradients reduced over the ranks, ``None`` where ``None`` was."""
         gradients = list(gradients)
-        group = self.world.group
-        options = self.options_for(optimizer)
-        note_reduced(self.world, gradients)
-        reduced = self.world.reduce(gradients, options, owners)
+        reduction = self.options.reduction
+        reduced = self.over_ranks(optimizer, reduction, gradients, owners)
         # Ranks of a group don't compare, as others may train something else.
-        if group.name == WORLD_GROUP:
-            self._pair = pair_of(gradients, reduced, options.reduction, group.size)
+        if self.world.group.name == WORLD_GROUP:
+            self._pair = pair_of(gradients, reduced, reduction, self.world.size)
         self.remember(reduced)
         return reduced
 
     def remember(self, reduced: Iterable[Gradient]) -> None:
         """Take gradients for reduced, however often they come."""
-        self._reduced = list(map(weakref.ref, dense_tensors(reduced)))
+        # Marked on the tensors, since a reference to them would keep them.
+        for source in map(origin_of, dense_tensors(reduced)):
+            setattr(source, _REDUCED_BY, id(self))
 
     def reduce_once(
         self, optimizer: Any, gradients: Sequence[Gradient], owners: Owners = None
@@ -236,13 +248,8 @@ class GradientReducer:
         if self._applying is not None:
             return list(gradients)
         # A loss-scale optimizer reduces them first, and has its inner optimizer apply them later, if they are finite.
-        origins = set()
-        for reference in self._reduced:
-            gradient = reference()
-            if gradient is not None:
-                origins.add(origin_of(gradient))
-        dense = dense_tensors(gradients)
-        if dense and all(origin_of(gradient) in origins for gradient in dense):
+        origins = list(map(origin_of, dense_tensors(gradients)))
+        if origins and all(getattr(source, _REDUCED_BY, None) == id(self) for source in origins):
             return list(gradients)
         return self.reduce(optimizer, gradients, owners)
 
@@ -273,10 +280,6 @@ class GradientReducer:
             return apply_by_class(*ready)
         finally:
             self._applying = outer
-
-    def _has_equal_start(self) -> bool:
-        """Return whether all ranks begin with the same values, as far as this call makes sure of it."""
-        return bool(self._compared) or not can_compare()
 
     def _divided(
         self,
@@ -312,9 +315,8 @@ class GradientReducer:
         update = self.divided_update
         if update is not None and self._applying is None:
             update.prepare(optimizer, variables)
-            self.begin(optimizer, variables)
-            # Slots are equal on all ranks now; from here on, each is on one of them.
-            update.part_if(self._has_equal_start())
+            # Once slots are equal on all ranks, each is on one of them.
+            update.part_if(self.begin(optimizer, variables))
 
     def reduced_for_scale(
         self, optimizer: Any, gradients: list, variables: list, audited: bool = True
@@ -362,10 +364,18 @@ class GradientReducer:
         return ready
 
     def accumulates(self, optimizer: Any) -> bool:
-        """Return whether this rank accumulates the gradients of several steps before they are reduced."""
-        # Gradients that are to be checked are reduced in each step.
+        """Return whether this rank accumulates the gradients of several steps, and the sum is reduced by a mean."""
+        # Gradients that are to be checked or compared are reduced in each step.
         is_checked = environment.NPU_DEVICE_CHECK_GRADIENTS.get() == "on"
-        return not is_checked and accumulates(reducing_optimizer(optimizer), self.options.reduction)
+        if is_checked or compared_with_one_process.is_set():
+            return False
+        # A session's graph has no place for what is between two runs.
+        return (
+            compat.accumulation_steps(reducing_optimizer(optimizer)) > 1
+            and tf.compat.v1.executing_eagerly_outside_functions()
+            and tf.distribute.get_strategy().num_replicas_in_sync == 1
+            and self.options.reduction in ("sum", "mean")
+        )
 
     def agree(self, finite: tf.Tensor) -> tf.Tensor:
         """Return whether the gradients of all ranks are finite, given whether those of this one are: bool, shape []."""
@@ -383,13 +393,13 @@ class GradientReducer:
         if reducing_optimizer(optimizer) is not optimizer:
             ready = self._all_finite_or_none(gradients)
         elif self._applying is not optimizer and not only_building.is_on:
-            _build(optimizer, variables)
+            compat.build_optimizer(optimizer, variables)
             ready = accumulate(
                 self.world,
                 optimizer,
                 self.contributions(optimizer, gradients),
                 variables,
-                functools.partial(self._means, optimizer),
+                functools.partial(self.over_ranks, optimizer, "mean"),
                 self._waits_for_update,
                 owners,
             )
@@ -415,13 +425,6 @@ class GradientReducer:
         if self.factor_for_mean == 1:
             return list(gradients)
         return [weighted(gradient, self.factor_for_mean) for gradient in gradients]
-
-    def _means(
-        self, optimizer: Any, contributions: Sequence[Gradient], owners: Owners = None
-    ) -> list[Gradient]:
-        note_reduced(self.world, contributions)
-        options = replace(self.options_for(optimizer), reduction="mean")
-        return self.world.reduce(contributions, options, owners)
 
     def _audit_variables(self, optimizer: Any, gradients: Sequence, variables: Sequence) -> None:
         """Audit the variables if it is time."""
@@ -457,9 +460,3 @@ def _is_requested(argument: bool | None) -> bool:
     if argument is None:
         return environment.NPU_DEVICE_SHARD_OPTIMIZER.get() == "on"
     return argument
-
-
-def _build(optimizer: Any, variables: Sequence) -> None:
-    if not optimizer.built:
-        with compat.keras_of(optimizer).name_scope(optimizer.name, caller=optimizer):
-            optimizer.build(variables)

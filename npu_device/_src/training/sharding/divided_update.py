@@ -157,15 +157,13 @@ class DividedUpdate:
         """Build the optimizer, or the loss-scale optimizer around it, for all variables, before a step builds it for
         those of this rank.
         """
-        keras = compat.keras_of(optimizer)
         # Built outside of the function that is traced, so that slots have values before its first run.
-        if not compat.is_keras_3(keras):
-            if not self.is_planned:
-                # In the scope in which tf-keras builds it, for the same names.
-                with tf.name_scope(optimizer.name or "optimizer"), tf.init_scope():
-                    optimizer.build(list(variables))
-        elif not optimizer.built:
-            with tf.init_scope(), keras.name_scope(optimizer.name, caller=optimizer):
+        if compat.of_keras_3(optimizer):
+            with tf.init_scope():
+                compat.build_optimizer(optimizer, list(variables))
+        elif not self.is_planned:
+            # In the scope in which tf-keras builds it, for the same names.
+            with tf.name_scope(optimizer.name or "optimizer"), tf.init_scope():
                 optimizer.build(list(variables))
         if not only_building.is_on:
             self._slots.register(self)

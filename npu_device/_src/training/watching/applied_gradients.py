@@ -22,7 +22,7 @@ import tensorflow as tf
 from npu_device._src import compat, environment
 from npu_device._src.collectives.graph import call_now, origin
 from npu_device._src.collectives.job import Job
-from npu_device._src.gradients.reduction import ReducedTensors, dense_of
+from npu_device._src.gradients.reduction import dense_of, unreduced_among
 from npu_device._src.training.watching.digests import (
     BROADCAST,
     checksum,
@@ -132,7 +132,7 @@ class AppliedGradients:
         is_wrapped = reducer_of(optimizer) is not None
         unreduced = []
         if not is_wrapped:
-            unreduced = self._job.component_or_new(ReducedTensors).missing_in(step.gradients)
+            unreduced = unreduced_among(step.gradients)
         if not unreduced and watched.applied is not Applied.REDUCED:
             watched.applied = Applied.REDUCED
             self._last_word.add_optimizer(optimizer, step.variables)

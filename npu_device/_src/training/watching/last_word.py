@@ -23,7 +23,6 @@ from npu_device._src import compat
 from npu_device._src.cluster.rank_errors import ClusterError
 from npu_device._src.cluster.time_limits import LAST_WORD_SECONDS
 from npu_device._src.collectives.job import Job
-from npu_device._src.gradients.reduction import ReducedTensors
 from npu_device._src.training.watching.digests import (
     array_of,
     checksum,
@@ -91,7 +90,7 @@ class LastWord:
                 # A variable that goes takes its note along; ids are used again. At exit, ``close`` needs the notes.
                 weakref.finalize(inner, noted.pop, id(inner), None).atexit = False
             if not label:
-                noted[id(inner)].calls = self._job.component_or_new(ReducedTensors).calls
+                noted[id(inner)].calls = self._job.reductions
 
     def add_if_equal(self, variables: Sequence) -> None:
         """Note variables that may be equal on all ranks now, while a function is traced."""

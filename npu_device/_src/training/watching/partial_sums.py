@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -58,7 +57,8 @@ class _Accumulation:
         return self.count() % self.period
 
 
-_accumulations: dict[int, _Accumulation] = {}  # by the id of a variable that holds a partial sum
+_ACCUMULATION = "_npu_accumulation"
+"""The attribute of TensorFlow's variable that holds a partial sum: the ``_Accumulation`` that it is part of."""
 
 
 def note_partial_sums(world: World, variables: Sequence, counter: Any, period: int) -> None:
@@ -67,14 +67,12 @@ def note_partial_sums(world: World, variables: Sequence, counter: Any, period: i
         return
     accumulation = _Accumulation(world, counter, period)
     for variable in map(compat.inner_variable, variables):
-        _accumulations[id(variable)] = accumulation
-        # Forgotten with the variable, whose id another one may get; not at exit, when others still ask.
-        weakref.finalize(variable, _accumulations.pop, id(variable), None).atexit = False
+        setattr(variable, _ACCUMULATION, accumulation)
 
 
 def is_partial_sum(variable: Any) -> bool:
     """Return whether a variable holds a partial sum of this rank."""
-    return id(compat.inner_variable(variable)) in _accumulations
+    return hasattr(compat.inner_variable(variable), _ACCUMULATION)
 
 
 def without_partial_sums(variables: Iterable) -> list:
@@ -91,7 +89,8 @@ def between_updates(variables: Iterable) -> list:
 
 
 def _accumulation_of(variable: Any) -> _Accumulation:
-    return _accumulations[id(compat.inner_variable(variable))]
+    accumulation: _Accumulation = getattr(compat.inner_variable(variable), _ACCUMULATION)
+    return accumulation
 
 
 def _world_of(variable: Any) -> World:
@@ -149,7 +148,7 @@ for_all_ranks = ThreadSwitch()
 
 
 @contextlib.contextmanager
-def with_values(variables: Sequence, values: Sequence[tf.Tensor]) -> Iterator[None]:
+def with_values(variables: Sequence, values: Sequence) -> Iterator[None]:
     """Let variables have other values in the block."""
     before = list(map(tf.convert_to_tensor, variables))
     try:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from npu_device._src.collectives.job import Job
-from npu_device._src.gradients.reduction import ReducedTensors
 from npu_device._src.training.watching.digests import named
 from npu_device._src.training.watching.last_word import LastWord
 from npu_device._src.training.watching.schedule import NEVER, next_look
@@ -145,7 +144,7 @@ class PostedSums:
         """Return whether what an optimizer trains may be averaged for the first time much later, as in local SGD: since
         it has been made equal, nothing was reduced. If it never is, ``last_word`` names it.
         """
-        calls = self._job.component_or_new(ReducedTensors).calls
+        calls = self._job.reductions
         calls_before = map(self._last_word.calls_before, watched.trained)
         return calls == 0 or set(calls_before) <= {calls}
 
