@@ -29,7 +29,14 @@ _COUNTED = 4096  # elements of a sample that count, at equal distances, if it ha
 
 def look_ahead(iterators: Mapping[str, Any]) -> dict[str, int]:
     """Return the checksums of the next batches, which the iterators will give again."""
-    return {name: _look_ahead(iterator) for name, iterator in iterators.items()}
+    if not iterators:
+        return {}
+    checkpoint = tf.train.Checkpoint(**iterators)
+    with tempfile.TemporaryDirectory() as directory:
+        positions = checkpoint.write(f"{directory}/positions")
+        checksums = {name: checksum_of(next(iterator, ())) for name, iterator in iterators.items()}
+        checkpoint.read(positions).assert_consumed()
+    return checksums
 
 
 def move_on(
@@ -39,11 +46,9 @@ def move_on(
 
     ``saved`` are the checksums of all ranks that have stopped after these steps. Every rank has to make the call.
     """
-    checksums = {}
     for name, iterator in iterators.items():
         _pass_over(world, name, iterator, steps)
-        checksums[name] = _look_ahead(iterator)
-    by_rank = gather(world, checksums)
+    by_rank = gather(world, look_ahead(iterators))
     lost = []
     for name in iterators:
         expected = [by_name.get(name, 0) for by_name in saved]
@@ -74,16 +79,6 @@ def _pass_over(world: World | None, name: str, iterator: Any, steps: int) -> Non
                 said_at = time.monotonic()
         # At the end of the data, the comparison finds that they are too few.
         next(iterator, None)
-
-
-def _look_ahead(iterator: Any) -> int:
-    """Return the checksum of the next batch, which the iterator will give again."""
-    checkpoint = tf.train.Checkpoint(iterator=iterator)
-    with tempfile.TemporaryDirectory() as directory:
-        position = checkpoint.write(f"{directory}/position")
-        checksum = checksum_of(next(iterator, ()))
-        checkpoint.read(position).assert_consumed()
-    return checksum
 
 
 def checksum_of(batches: Any) -> int:
