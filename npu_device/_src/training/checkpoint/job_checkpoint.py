@@ -221,7 +221,8 @@ class JobCheckpoint:
                 f"the notes of a checkpoint must be values for JSON: {error}"
             ) from error
         world, storage = self._prepare()
-        self._own_state.collect()
+        # Their best weights are among the shared variables from now on.
+        self._own_state.callbacks.collect()
         differing = self._compare(world, storage, step)
         # What this job leaves from here on is no obstacle to its next save.
         self._last_step = self._last_step or 0
@@ -246,7 +247,7 @@ class JobCheckpoint:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
         finally:
-            self._own_state.drop_arrays()
+            self._own_state.callbacks.arrays.clear()
         self._last_step = step
         self._named = {step}
         if storage.rank == 0:
@@ -496,7 +497,7 @@ class JobCheckpoint:
             "world_size": len(storage.keepers),
             "versions": {"npu_device": __version__, "tensorflow": tf.__version__},
             "notes": notes,
-            "callbacks": self._own_state.callbacks,
+            "callbacks": self._own_state.callbacks.text,
             "variables": sorted(paths),
             "trained": self._shared.trained(),
         }

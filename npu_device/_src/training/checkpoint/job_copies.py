@@ -118,7 +118,7 @@ class JobCopies:
         def write_own_files() -> None:
             rank_files.update(self._own_state.files(folder.own_prefix(self._disk.rank)))
 
-        self._own_state.collect()
+        self._own_state.callbacks.collect()
         try:
             on_all_ranks(self._world, write_own_files, _NO_OWN_FILES)
         except CheckpointError as error:
@@ -131,7 +131,7 @@ class JobCopies:
             self._newest_step = step
             return True
         finally:
-            self._own_state.drop_arrays()
+            self._own_state.callbacks.arrays.clear()
 
     def _begin(
         self, step: int, notes: dict[str, Any], is_last: bool, rank_files: Mapping[str, bytes]
