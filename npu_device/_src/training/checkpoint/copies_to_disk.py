@@ -51,7 +51,7 @@ _PROBLEM = "the newest copy in memory can't be written:"
 
 
 def to_files(
-    world: World | None, disk: Storage, slots: Sequence[Slot], memory: Storage | None = None
+    disk: Storage, slots: Sequence[Slot], memory: Storage | None = None
 ) -> tuple[int, Storage] | None:
     """Write the newest complete copy as a checkpoint, if it is newer than what the disk has; return its step, and where
     it is: in memory if it is the last copy of ranks that have ended for others.
@@ -62,16 +62,16 @@ def to_files(
         CheckpointError: the files can't be written; on all ranks.
     """
     on_host = copies(slots).get(str(disk.directory), {})
-    for copy in _newer(world, disk, on_host):
+    for copy in _newer(disk, on_host):
         of_host = on_host.get(copy.key, {})
         if copy.is_last and memory is not None:
             try:
-                if _CheckpointOfCopy(world, memory, copy, of_host).write():
+                if _CheckpointOfCopy(memory, copy, of_host).write():
                     return copy.step, memory
             except CheckpointError as error:
                 if disk.rank == 0:
                     _log.warning("%s\nIt is written to the disk instead.", error)
-        if _CheckpointOfCopy(world, disk, copy, of_host).write():
+        if _CheckpointOfCopy(disk, copy, of_host).write():
             return copy.step, disk
     return None
 
@@ -92,9 +92,7 @@ class _Copy(NamedTuple):
         return step
 
 
-def _newer(
-    world: World | None, disk: Storage, on_host: Mapping[Key, Mapping[int, Slot]]
-) -> Iterator[_Copy]:
+def _newer(disk: Storage, on_host: Mapping[Key, Mapping[int, Slot]]) -> Iterator[_Copy]:
     """Yield the complete copies that are newer than the newest checkpoint, newest first; all ranks get the same."""
     listed = []
     for key, by_rank in on_host.items():
@@ -103,7 +101,7 @@ def _newer(
         is_last = header.get("is_last", False)
         listed.append((key, rank_count, is_last, sorted(by_rank)))
     on_disk = folder.readable_latest(disk.directory) or 0
-    gathered = gather(world, (on_disk, listed))
+    gathered = disk.gather((on_disk, listed))
     newest = max(step for step, _ in gathered)
     copies_by_key: dict[Key, _Copy] = {}
     for writer, (_, copied) in enumerate(gathered):
@@ -133,10 +131,7 @@ def _newer(
 class _CheckpointOfCopy:
     """The checkpoint that becomes of a complete copy; all ranks make the same calls."""
 
-    def __init__(
-        self, world: World | None, storage: Storage, copy: _Copy, by_rank: Mapping[int, Slot]
-    ) -> None:
-        self._world = world
+    def __init__(self, storage: Storage, copy: _Copy, by_rank: Mapping[int, Slot]) -> None:
         self._storage = storage
         self._step = copy.step
         writer_by_rank = copy.writer_by_rank
@@ -155,22 +150,22 @@ class _CheckpointOfCopy:
             self._common = _of_kind(self._records[0], SHARED)
             header = {name: by_rank[0].header[name] for name in ("manifest", "keep")}
         sent = header, {full_name(record): record["crc"] for record in self._common}
-        if world is not None:
-            sent = world.object_from_root(sent, writer_by_rank[0])
+        if storage.world is not None:
+            sent = storage.world.object_from_root(sent, writer_by_rank[0])
         self._header, self._checksums = sent
 
     def write(self) -> bool:
         """Write all files; return False, without a checkpoint, if some of the memory is damaged."""
         try:
-            on_all_ranks(self._world, self._make_folder, _PROBLEM)
-            written = on_all_ranks(self._world, self._write_ranks, _PROBLEM)
+            on_all_ranks(self._storage.world, self._make_folder, _PROBLEM)
+            written = on_all_ranks(self._storage.world, self._write_ranks, _PROBLEM)
             if None in written:
                 return False
             self._send(written)
             files = {name: sums for by_name in written for name, sums in by_name.items()}
             keep = self._header["keep"]
             manifest = functools.partial(self._manifest, files)
-            selection.complete(self._world, self._storage, self._step, keep, manifest, _PROBLEM)
+            selection.complete(self._storage, self._step, keep, manifest, _PROBLEM)
         finally:
             if self._storage.is_keeper:
                 shutil.rmtree(self._partial, ignore_errors=True)
@@ -241,11 +236,11 @@ class _CheckpointOfCopy:
     def _send(self, written: Sequence[dict[str, list[int]]]) -> None:
         """Let all directories have the files of all ranks."""
         storage = self._storage
-        if self._world is None or not storage.has_copies:
+        if storage.world is None or not storage.has_copies:
             return
         for root, files in enumerate(written):
             receives = storage.is_keeper and storage.keepers[root] != storage.rank
-            selection.send_files(self._world, self._partial, sorted(files), root, receives)
+            selection.send_files(storage.world, self._partial, sorted(files), root, receives)
 
     def _manifest(self, files: dict[str, list[int]]) -> dict[str, Any]:
         """Make the shared files of their pieces; return the manifest."""
@@ -296,7 +291,7 @@ def write_newest(world: World | None, slots: Sequence[Slot]) -> None:
             continue
         try:
             disk = selection.find_storage(world, Path(path))
-            written = to_files(world, disk, slots)
+            written = to_files(disk, slots)
         except CheckpointError as error:
             problems.append(str(error))
             continue

@@ -25,18 +25,18 @@ from npu_device._src.training.checkpoint.join_requests import join_requests
 from npu_device._src.training.checkpoint.memory_copies import copier_of
 from npu_device._src.training.checkpoint.preemption import Preemption
 from npu_device._src.training.checkpoint.progress import note_progress
-from npu_device._src.training.checkpoint.selection import Storage, gather, on_all_ranks
+from npu_device._src.training.checkpoint.selection import Storage, on_all_ranks
 from npu_device._src.training.checkpoint.states import (
     Digests,
     RankState,
     SharedState,
     with_hidden_random_state,
 )
+from npu_device._src.training.distribute.ranks import is_main
 from npu_device._src.training.opening import device
 from npu_device._src.training.opening.current_world import current_world
 from npu_device._src.training.watching.partial_sums import for_all_ranks, means_of, with_values
 from npu_device._src.version import __version__
-from npu_device._src.world.world import World
 
 _log = logging.getLogger("npu_device")
 
@@ -105,7 +105,6 @@ class JobCheckpoint:
         self._shared = SharedState(shared)
         self._own_state = RankState(per_rank or {})
         self._warned = with_hidden_random_state({**shared, **(per_rank or {})})
-        self._world: World | None = None
         self._storage: Storage | None = None
         # The step of the newest checkpoint; None before restore and save.
         self._last_step: int | None = None
@@ -194,7 +193,7 @@ class JobCheckpoint:
         except CheckpointError as error:
             # A failed save isn't tried again before the next interval.
             self._last_step = step
-            if self._world is None or self._world.is_main:
+            if is_main():
                 _log.warning("%s\nTraining goes on; the newest checkpoint is an older one.", error)
 
     @for_all_ranks.on()
@@ -220,10 +219,10 @@ class JobCheckpoint:
             raise TypeError(
                 f"the notes of a checkpoint must be values for JSON: {error}"
             ) from error
-        world, storage = self._prepare()
+        storage = self._prepare()
         # Their best weights are among the shared variables from now on.
         self._own_state.callbacks.collect()
-        differing = self._compare(world, storage, step)
+        differing = self._compare(storage, step)
         # What this job leaves from here on is no obstacle to its next save.
         self._last_step = self._last_step or 0
         partial_sums = self._shared.partial_sums()
@@ -232,7 +231,7 @@ class JobCheckpoint:
         problem = f"the checkpoint of step {step} could not be written to {self._directory}:"
         write = functools.partial(self._write, partial, storage, differing, partial_sums, means)
         try:
-            written = on_all_ranks(world, write, problem)
+            written = on_all_ranks(storage.world, write, problem)
             files = {}
             for rank, entries in enumerate(written):
                 if storage.keepers[rank] == storage.rank:
@@ -240,7 +239,7 @@ class JobCheckpoint:
             manifest = self._manifest(notes, list(self._shared.variables()))
             complete = functools.partial(self._completed, step, {**manifest, "files": files})
             problem = f"the checkpoint of step {step} could not be completed in {self._directory}:"
-            selection.complete(world, storage, step, self._keep, complete, problem)
+            selection.complete(storage, step, self._keep, complete, problem)
         except CheckpointError:
             # Only the keeper removes, after all ranks have ended their attempt.
             if storage.is_keeper:
@@ -263,14 +262,14 @@ class JobCheckpoint:
         Raises:
             CheckpointError: there are checkpoints, but none can be used.
         """
-        world, storage = self._prepare()
+        storage = self._prepare()
         source = storage
         if self._copies is not None:
             source = self._copies.checkpoint_of_copies()
         if storage.is_keeper:
             selection.warn_of_remains(folder.tidy(self._directory, but=storage.token))
             self._named = {folder.readable_latest(self._directory)}
-        chosen = selection.newest_whole(world, source)
+        chosen = selection.newest_whole(source)
         self._chosen = chosen
         if chosen is None:
             return None
@@ -302,16 +301,17 @@ class JobCheckpoint:
     @for_all_ranks.on()
     def _restore_state(self) -> int:
         """Restore, and leave it to the caller to ``_reserve`` memory when all variables exist."""
+        self._prepare()
         if self._chosen is None:
             # A restore without a look before it takes the newest one.
             self.peek()
         chosen = self._chosen
         self._chosen = None
-        world, _ = self._prepare()
         if chosen is None:
             self._last_step = 0
             return 0
         storage = chosen.storage
+        world = storage.world
         directory = storage.directory
         received_folder = storage.partial(chosen.step)
         # All folders in memory have the same files.
@@ -372,21 +372,19 @@ class JobCheckpoint:
 
     # Parts of saving
 
-    def _prepare(self) -> tuple[World | None, Storage]:
+    def _prepare(self) -> Storage:
         if not tf.executing_eagerly():
             raise RuntimeError(
                 "JobCheckpoint works in eager mode, between the steps; found a graph.\nWhat to do: call it outside of "
                 "tf.function; in a session of TensorFlow 1 use tf.compat.v1.train.Saver."
             )
         if self._storage is None:
-            self._world = current_world()
-            self._storage = selection.find_storage(self._world, self._directory)
+            self._storage = selection.find_storage(current_world(), self._directory)
             if self._memory_interval is not None or self._preemption is not None:
                 interval = self._memory_interval
-                copier = copier_of(self._world, self._storage, is_demanded=interval is not None)
+                copier = copier_of(self._storage, is_demanded=interval is not None)
                 if copier is not None:
                     self._copies = JobCopies(
-                        self._world,
                         self._storage,
                         copier,
                         interval,
@@ -405,17 +403,17 @@ class JobCheckpoint:
                     "made.",
                     ", ".join(names),
                 )
-        return self._world, self._storage
+        return self._storage
 
-    def _compare(self, world: World | None, storage: Storage, step: int) -> dict[str, Any]:
+    def _compare(self, storage: Storage, step: int) -> dict[str, Any]:
         """Check that all ranks save the same; return the variables whose values the keeper of this directory lacks."""
-        own_digests: Digests = {} if world is None else self._shared.digests()
+        own_digests: Digests = {} if storage.world is None else self._shared.digests()
         newest = -1
         if storage.is_keeper and self._last_step is None:
             # The directory is looked at only before the first save: what this job has written itself is no obstacle.
             newest = max(folder.steps(self._directory)[0], default=-1)
         sent_digests = own_digests if storage.is_keeper else None
-        answers = gather(world, (step, newest, sent_digests))
+        answers = storage.gather((step, newest, sent_digests))
         steps = [rank_step for rank_step, _, _ in answers]
         if len(set(steps)) > 1:
             texts = [f"rank {rank}: {rank_step}" for rank, rank_step in enumerate(steps)]
@@ -437,7 +435,7 @@ class JobCheckpoint:
                 problem = path
                 break
         lines = []
-        for rank, path in enumerate(gather(world, problem)):
+        for rank, path in enumerate(storage.gather(problem)):
             if path is not None:
                 lines.append(f"  rank {rank}: {path}")
         if lines:
@@ -485,11 +483,11 @@ class JobCheckpoint:
         return manifest
 
     def _manifest(self, notes: Any, paths: list[str]) -> dict[str, Any]:
-        world, storage = self._prepare()
+        storage = self._prepare()
         samples = []
         # Another number of ranks finds the places of iterators by what these would read next.
         if self._is_stopping:
-            samples = gather(world, self._own_state.next_samples())
+            samples = storage.gather(self._own_state.next_samples())
         if None in samples:
             samples = []
         return {
