@@ -65,12 +65,11 @@ class WatchedOptimizer:
         self.values_before: list[np.ndarray] = []
         self.start: Optional[tuple[str, list[int]]] = None
         # Weak, since looking at a model must not keep it.
-        self._variables = list(map(weakref.ref, variables))
+        self._variables = weakref.WeakValueDictionary(enumerate(variables))
 
     def living(self) -> list:
         """Return the variables that still exist."""
-        variables = [reference() for reference in self._variables]
-        return [variable for variable in variables if variable is not None]
+        return list(self._variables.values())
 
 
 def smallest(gradients: Iterable) -> list:
