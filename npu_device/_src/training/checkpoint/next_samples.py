@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import tempfile
 import time
-import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ import tensorflow as tf
 from npu_device._src.cluster.time_limits import NEXT_PROGRESS_SECONDS
 from npu_device._src.collectives.engine_text import say
 from npu_device._src.training.checkpoint.selection import gather
+from npu_device._src.training.watching.digests import checksum
 from npu_device._src.world.world import World
 
 Checksums = Mapping[str, int]
@@ -86,7 +86,7 @@ def checksum_of(batches: Any) -> int:
 
     Samples are rows of nested tensors, and count in any order, as other ranks have other rows.
     """
-    checksum = 0
+    total = 0
     for tensor in tf.nest.flatten(batches, expand_composites=True):
         dtype = getattr(tensor, "dtype", None)
         # Datasets of datasets have elements without values.
@@ -95,9 +95,5 @@ def checksum_of(batches: Any) -> int:
         for row in np.atleast_1d(np.asarray(tensor)):
             flat = np.ravel(row)
             flat = flat[:: max(flat.size // _COUNTED, 1)]
-            text = flat.tobytes()
-            # The bytes of an array of strings would be addresses.
-            if flat.dtype == object:
-                text = repr(flat.tolist()).encode()
-            checksum += zlib.crc32(text)
-    return checksum
+            total += checksum(flat)
+    return total
