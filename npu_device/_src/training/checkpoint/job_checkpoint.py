@@ -157,13 +157,13 @@ class JobCheckpoint:
         """
         # A step may be a tensor or a number of numpy, which JSON doesn't write.
         step = int(step)
+        notes = dict(notes or {})
         if self._preemption is not None and self._preemption.count_step():
             self._is_stopping = True
             self._prepare()
             is_copied = False
             if self._copies is not None:
-                last_notes = dict(notes or {})
-                is_copied = self._copies.copy_last_step(step, last_notes, self._preemption)
+                is_copied = self._copies.copy_last_step(step, notes, self._preemption)
             if not is_copied:
                 self.save(step, notes)
             self._preemption.note_saved()
@@ -176,7 +176,7 @@ class JobCheckpoint:
         elif self._memory_interval is not None:
             self._prepare()
             if self._copies is not None:
-                self._copies.copy_if_due(step, last_step, dict(notes or {}))
+                self._copies.copy_if_due(step, last_step, notes)
 
     def try_to_save(self, step: int, notes: Mapping[str, Any] | None = None) -> None:
         """Write a checkpoint now, as ``save`` does; if it can't be written, warn instead of raising CheckpointError.
