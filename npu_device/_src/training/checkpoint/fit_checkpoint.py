@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import logging
 import math
@@ -339,11 +340,13 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
                 # An eager step that needs values can't be traced. Without a checkpoint, it makes its variables itself.
                 if self._resume is not None or not self.model.run_eagerly:
                     raise
-        states = []
+        names = []
+        states = collections.defaultdict[str, list](list)
         for metric in compat.metrics_of(self.model):
             for variable in metric.variables:
-                states.append((_KERAS_SUFFIX.sub("", f"{metric.name}/{variable.name}"), variable))
-        names = [name for name, _ in states]
+                name = _KERAS_SUFFIX.sub("", f"{metric.name}/{variable.name}")
+                names.append(name)
+                states[name].append(variable)
         saved = (self._resume or {}).get("metrics", names)
         if sorted(saved) != sorted(names):
             raise CheckpointError(
@@ -352,11 +355,7 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
             )
         self._metric_names = saved
         # Metrics may have been made in another order; only if several have one name, their order counts.
-        self._metrics.clear()
-        for name in saved:
-            index = [state_name for state_name, _ in states].index(name)
-            _, variable = states.pop(index)
-            self._metrics.append(variable)
+        self._metrics[:] = [states[name].pop(0) for name in saved]
 
     def _notes(self, ended_of: int = 0) -> dict[str, Any]:
         # ``ended_of``: the epochs of which this is the end.
