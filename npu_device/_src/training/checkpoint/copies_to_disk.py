@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import logging
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,7 +38,6 @@ from npu_device._src.training.opening.current_world import current_world
 from npu_device._src.world.sent_objects import from_json, to_json
 from npu_device._src.world.world import World
 
-_log = logging.getLogger("npu_device")
 # Kinds of records. What is shared has the same value on all ranks, or another one on each; what is alone is a part of
 # what is shared that a single rank has.
 SHARED = "shared"
@@ -69,8 +67,7 @@ def to_files(
                 if _CheckpointOfCopy(memory, copy, of_host).write():
                     return copy.step, memory
             except CheckpointError as error:
-                if disk.rank == 0:
-                    _log.warning("%s\nIt is written to the disk instead.", error)
+                disk.warn("%s\nIt is written to the disk instead.", error)
         if _CheckpointOfCopy(disk, copy, of_host).write():
             return copy.step, disk
     return None

@@ -249,8 +249,7 @@ class JobCheckpoint:
             self._own_state.callbacks.arrays.clear()
         self._last_step = step
         self._named = {step}
-        if storage.rank == 0:
-            note_progress(step)
+        note_progress(storage.rank, step)
         # What ranks before these have left in memory is older now.
         if self._copies is not None:
             self._copies.free()
@@ -351,8 +350,8 @@ class JobCheckpoint:
         self.notes = manifest["notes"]
         self.not_kept = tuple(lost)
         _log.info("restored the checkpoint of step %d from %s", chosen.step, chosen.folder)
-        if lost and storage.rank == 0:
-            _log.warning(
+        if lost:
+            storage.warn(
                 "the checkpoint of step %d is restored, except for\n  %s",
                 chosen.step,
                 "\n  ".join(lost),
@@ -394,14 +393,12 @@ class JobCheckpoint:
                         self._manifest,
                     )
             self._named = {folder.readable_latest(self._directory)}
-            names = self._warned
-            self._warned = []
-            if names and self._storage.rank == 0:
-                _log.warning(
+            if self._warned:
+                self._storage.warn(
                     "the random state of %s can't be kept in a checkpoint, so a resumed run draws different numbers.\n"
                     "What to do: call tf.keras.backend.experimental.enable_tf_random_generator() before the model is "
                     "made.",
-                    ", ".join(names),
+                    ", ".join(self._warned),
                 )
         return self._storage
 

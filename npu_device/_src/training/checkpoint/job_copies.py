@@ -6,7 +6,6 @@ another number, take the state from it. Without room in memory, that state is a 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Callable
@@ -22,7 +21,6 @@ from npu_device._src.training.checkpoint.selection import Storage, on_all_ranks
 from npu_device._src.training.checkpoint.states import RankState, SharedState, variables_of
 from npu_device._src.training.sharding.shares import bytes_of
 
-_log = logging.getLogger("npu_device")
 _ON_DISK = "the state of step %d is written to the disk, and not kept in memory for the ranks that go on: %s"
 _NO_ROOM = "it needs more memory than a host or container has"
 _NO_OWN_FILES = "ranks can't write their own state to a temporary file:"
@@ -99,8 +97,8 @@ class JobCopies:
             if self._copy(step, notes, is_last=True) and copier.wait():
                 problem = None
         problems = [text for text in self._disk.gather(problem) if text is not None]
-        if problems and self._disk.rank == 0:
-            _log.warning(_ON_DISK, step, problems[0])
+        if problems:
+            self._disk.warn(_ON_DISK, step, problems[0])
         return not problems
 
     def _copy(self, step: int, notes: dict[str, Any], is_last: bool = False) -> bool:
@@ -120,8 +118,8 @@ class JobCopies:
         try:
             on_all_ranks(self._disk.world, write_own_files, _NO_OWN_FILES)
         except CheckpointError as error:
-            if self._disk.rank == 0 and not self._has_warned:
-                _log.warning(_NOT_COPIED, step, error)
+            if not self._has_warned:
+                self._disk.warn(_NOT_COPIED, step, error)
             self._has_warned = True
             return False
         else:
@@ -161,12 +159,10 @@ class JobCopies:
         try:
             written = to_files(disk, self._copier.readable, self._copier.storage)
         except CheckpointError as error:
-            if disk.rank == 0:
-                _log.warning("%s\nThe job resumes from the disk.", error)
+            disk.warn("%s\nThe job resumes from the disk.", error)
         if written is None:
             return disk
         step, source = written
         # By this, npurun knows how far the job is.
-        if disk.rank == 0:
-            note_progress(step)
+        note_progress(disk.rank, step)
         return source

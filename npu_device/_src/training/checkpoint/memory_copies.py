@@ -263,8 +263,8 @@ def copier_of(storage: Storage, is_demanded: bool) -> Copier | None:
     if not problems:
         return Copier(storage, slots, received, folder_in_memory(address or ""))
     close_slots([*slots, *received])
-    if is_demanded and storage.rank == 0:
-        _log.warning(_NO_LAUNCHER, problems[0])
+    if is_demanded:
+        storage.warn(_NO_LAUNCHER, problems[0])
     return None
 
 

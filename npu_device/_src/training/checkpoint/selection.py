@@ -42,6 +42,11 @@ class Storage(NamedTuple):
         """Return the values of all ranks."""
         return gather(self.world, value)
 
+    def warn(self, text: str, *details: object) -> None:
+        """Warn on rank 0."""
+        if self.rank == 0:
+            _log.warning(text, *details)
+
     def partial(self, step: int) -> Path:
         """Return the folder in which this job writes the files of a step before they are complete."""
         return self.directory / folder.partial_name(step, self.token)
@@ -88,8 +93,8 @@ def newest_whole(storage: Storage) -> Chosen | None:
             f"no checkpoint can be restored: {'; '.join(sorted(wrong))}.\nWhat to do: write a step that is there into "
             "that file; or start over in another directory."
         )
-    if wrong and storage.rank == 0:
-        _log.warning(
+    if wrong:
+        storage.warn(
             "%s; the newest checkpoint of step %d or before is restored",
             "; ".join(sorted(wrong)),
             steps[0],
@@ -106,9 +111,9 @@ def newest_whole(storage: Storage) -> Chosen | None:
             continue
         saved = views[holders[0]][2]
         if saved != len(views) or not damaged:
-            if problems and storage.rank == 0:
+            if problems:
                 lines = "\n  ".join(problems)
-                _log.warning(
+                storage.warn(
                     "newer checkpoints are damaged; the one of step %d is restored:\n  %s",
                     step,
                     lines,
