@@ -67,7 +67,7 @@ def to_files(
                 if _CheckpointOfCopy(memory, copy, of_host).write():
                     return copy.step, memory
             except CheckpointError as error:
-                disk.warn("%s\nIt is written to the disk instead.", error)
+                selection.warn("%s\nIt is written to the disk instead.", error)
         if _CheckpointOfCopy(disk, copy, of_host).write():
             return copy.step, disk
     return None

@@ -32,7 +32,6 @@ from npu_device._src.training.checkpoint.states import (
     SharedState,
     with_hidden_random_state,
 )
-from npu_device._src.training.distribute.ranks import is_main
 from npu_device._src.training.opening import device
 from npu_device._src.training.opening.current_world import current_world
 from npu_device._src.training.watching.partial_sums import for_all_ranks, means_of, with_values
@@ -193,8 +192,7 @@ class JobCheckpoint:
         except CheckpointError as error:
             # A failed save isn't tried again before the next interval.
             self._last_step = step
-            if is_main():
-                _log.warning("%s\nTraining goes on; the newest checkpoint is an older one.", error)
+            selection.warn("%s\nTraining goes on; the newest checkpoint is an older one.", error)
 
     @for_all_ranks.on()
     def save(self, step: int, notes: Mapping[str, Any] | None = None) -> None:
@@ -351,7 +349,7 @@ class JobCheckpoint:
         self.not_kept = tuple(lost)
         _log.info("restored the checkpoint of step %d from %s", chosen.step, chosen.folder)
         if lost:
-            storage.warn(
+            selection.warn(
                 "the checkpoint of step %d is restored, except for\n  %s",
                 chosen.step,
                 "\n  ".join(lost),
@@ -394,7 +392,7 @@ class JobCheckpoint:
                     )
             self._named = {folder.readable_latest(self._directory)}
             if self._warned:
-                self._storage.warn(
+                selection.warn(
                     "the random state of %s can't be kept in a checkpoint, so a resumed run draws different numbers.\n"
                     "What to do: call tf.keras.backend.experimental.enable_tf_random_generator() before the model is "
                     "made.",

@@ -17,7 +17,7 @@ from npu_device._src.training.checkpoint.folder import CheckpointError
 from npu_device._src.training.checkpoint.memory_copies import Copier, tensors_of
 from npu_device._src.training.checkpoint.preemption import Preemption
 from npu_device._src.training.checkpoint.progress import note_progress
-from npu_device._src.training.checkpoint.selection import Storage, on_all_ranks
+from npu_device._src.training.checkpoint.selection import Storage, on_all_ranks, warn
 from npu_device._src.training.checkpoint.states import RankState, SharedState, variables_of
 from npu_device._src.training.sharding.shares import bytes_of
 
@@ -98,7 +98,7 @@ class JobCopies:
                 problem = None
         problems = [text for text in self._disk.gather(problem) if text is not None]
         if problems:
-            self._disk.warn(_ON_DISK, step, problems[0])
+            warn(_ON_DISK, step, problems[0])
         return not problems
 
     def _copy(self, step: int, notes: dict[str, Any], is_last: bool = False) -> bool:
@@ -119,7 +119,7 @@ class JobCopies:
             on_all_ranks(self._disk.world, write_own_files, _NO_OWN_FILES)
         except CheckpointError as error:
             if not self._has_warned:
-                self._disk.warn(_NOT_COPIED, step, error)
+                warn(_NOT_COPIED, step, error)
             self._has_warned = True
             return False
         else:
@@ -159,7 +159,7 @@ class JobCopies:
         try:
             written = to_files(disk, self._copier.readable, self._copier.storage)
         except CheckpointError as error:
-            disk.warn("%s\nThe job resumes from the disk.", error)
+            warn("%s\nThe job resumes from the disk.", error)
         if written is None:
             return disk
         step, source = written

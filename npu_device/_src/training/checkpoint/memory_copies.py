@@ -46,7 +46,7 @@ from npu_device._src.training.checkpoint.memory_slots import (
     full_name,
     open_slots,
 )
-from npu_device._src.training.checkpoint.selection import Storage, on_all_ranks
+from npu_device._src.training.checkpoint.selection import Storage, on_all_ranks, warn
 from npu_device._src.wording import amount
 
 _log = logging.getLogger("npu_device")
@@ -264,7 +264,7 @@ def copier_of(storage: Storage, is_demanded: bool) -> Copier | None:
         return Copier(storage, slots, received, folder_in_memory(address or ""))
     close_slots([*slots, *received])
     if is_demanded:
-        storage.warn(_NO_LAUNCHER, problems[0])
+        warn(_NO_LAUNCHER, problems[0])
     return None
 
 

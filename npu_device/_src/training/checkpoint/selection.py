@@ -12,6 +12,7 @@ from typing import Any, Callable, NamedTuple, Optional
 
 from npu_device._src.training.checkpoint import folder
 from npu_device._src.training.checkpoint.folder import CheckpointError
+from npu_device._src.training.distribute.ranks import is_main
 from npu_device._src.wording import counted
 from npu_device._src.world.world import World
 
@@ -41,11 +42,6 @@ class Storage(NamedTuple):
     def gather(self, value: Any) -> list:
         """Return the values of all ranks."""
         return gather(self.world, value)
-
-    def warn(self, text: str, *details: object) -> None:
-        """Warn on rank 0."""
-        if self.rank == 0:
-            _log.warning(text, *details)
 
     def partial(self, step: int) -> Path:
         """Return the folder in which this job writes the files of a step before they are complete."""
@@ -94,7 +90,7 @@ def newest_whole(storage: Storage) -> Chosen | None:
             "that file; or start over in another directory."
         )
     if wrong:
-        storage.warn(
+        warn(
             "%s; the newest checkpoint of step %d or before is restored",
             "; ".join(sorted(wrong)),
             steps[0],
@@ -113,7 +109,7 @@ def newest_whole(storage: Storage) -> Chosen | None:
         if saved != len(views) or not damaged:
             if problems:
                 lines = "\n  ".join(problems)
-                storage.warn(
+                warn(
                     "newer checkpoints are damaged; the one of step %d is restored:\n  %s",
                     step,
                     lines,
@@ -191,6 +187,12 @@ def gather(world: World | None, value: Any) -> list:
     if world is None:
         return [value]
     return world.objects(value, "checkpoint")
+
+
+def warn(text: str, *details: object) -> None:
+    """Warn on rank 0."""
+    if is_main():
+        _log.warning(text, *details)
 
 
 def on_all_ranks(world: World | None, action: Callable[[], Any], title: str) -> list:
