@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import shutil
-import signal
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,7 +20,6 @@ from npu_device._src.training.checkpoint import folder, selection
 from npu_device._src.training.checkpoint.callback_states import NO_CALLBACKS
 from npu_device._src.training.checkpoint.folder import CheckpointError
 from npu_device._src.training.checkpoint.job_copies import JobCopies
-from npu_device._src.training.checkpoint.join_requests import join_requests
 from npu_device._src.training.checkpoint.memory_copies import copier_of
 from npu_device._src.training.checkpoint.preemption import Preemption
 from npu_device._src.training.checkpoint.progress import note_progress
@@ -114,14 +112,11 @@ class JobCheckpoint:
         self._is_stopping = False
         if preemption and device.parent_of_this_process() is None:
             world = current_world()
-            stop_signal = signal.Signals[environment.NPU_DEVICE_PREEMPT_SIGNAL.get()]
-            limit = environment.NPU_DEVICE_PREEMPT_TIMEOUT.get()
             if threading.current_thread() is threading.main_thread():
-                requests = join_requests(world)
-                self._preemption = Preemption(world, stop_signal, limit, requests)
+                self._preemption = Preemption(world)
             else:
                 text = "this thread can't handle %s. What to do: make the JobCheckpoint in the main thread."
-                _log.warning(text, stop_signal.name)
+                _log.warning(text, environment.NPU_DEVICE_PREEMPT_SIGNAL.get())
 
     def __enter__(self) -> JobCheckpoint:
         return self
