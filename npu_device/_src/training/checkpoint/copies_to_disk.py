@@ -182,7 +182,7 @@ class _CheckpointOfCopy:
             for rank, records in self._records.items():
                 self._write_rank(rank, records, f"{piece}{rank}")
                 files |= folder.sync_files(self._partial, folder.own_prefix(rank))
-            self._save(f"{piece}{folder.SHARED}", _by_name(self._common))
+            self._save(f"{piece}{folder.SHARED}", self._common)
         except _DamagedError:
             return None
         for path in self._partial.glob(f"{piece}*"):
@@ -197,26 +197,26 @@ class _CheckpointOfCopy:
             # What isn't a variable is taken from one rank only, as on the disk.
             common_checksum = self._checksums.get(full_name(record))
             if record["path"] is not None and record["crc"] != common_checksum:
-                differing.append((record["path"], record))
-        self._save(f"{prefix}.differing", differing)
-        self._save(piece, _by_name(_of_kind(records, OWNED)))
+                differing.append(record)
+        self._save(f"{prefix}.differing", differing, "path")
+        self._save(piece, _of_kind(records, OWNED))
         for record in _of_kind(records, FILE):
             content = bytes(self._content(record))
             # The list of variables that differ was found after the record of the rank had been made.
             if record["name"] == f"{prefix}.json":
                 state = from_json(content.decode())
-                state["differing"] = [path for path, _ in differing]
+                state["differing"] = [shared["path"] for shared in differing]
                 content = to_json(state).encode()
             (self._partial / record["name"]).write_bytes(content)
 
-    def _save(self, prefix: str, saved: Sequence[tuple[str, Record]]) -> None:
-        if not saved:
+    def _save(self, prefix: str, records: Sequence[Record], key: str = "name") -> None:
+        """Save tensors under their names in the shared files, or by another key of their records."""
+        if not records:
             return
-        names, records = zip(*saved)
         tensors = [_tensor_of(record, self._content(record)) for record in records]
         tf.raw_ops.SaveV2(
             prefix=str(self._partial / prefix),
-            tensor_names=list(names),
+            tensor_names=[record[key] for record in records],
             shape_and_slices=[record["slice"] for record in records],
             tensors=tensors,
         )
@@ -258,10 +258,6 @@ class _CheckpointOfCopy:
 
 class _DamagedError(Exception):
     """A rank was killed while it replaced a copy, or the memory is damaged."""
-
-
-def _by_name(records: Sequence[Record]) -> list[tuple[str, Record]]:
-    return [(record["name"], record) for record in records]
 
 
 def _of_kind(records: Sequence[Record], kind: str) -> list[Record]:

@@ -338,7 +338,9 @@ class JobCheckpoint:
             if storage.is_keeper:
                 # What has been sent here was for this rank's restore only.
                 shutil.rmtree(received_folder, ignore_errors=True)
-                self._remove_from_memory(directory)
+                # If tf-keras reads some variables later, npurun removes the files in memory before it ends.
+                if directory != self._directory and not self._shared.is_waiting:
+                    shutil.rmtree(directory, ignore_errors=True)
         self._last_step = chosen.step
         self.notes = manifest["notes"]
         self.not_kept = tuple(lost)
@@ -350,11 +352,6 @@ class JobCheckpoint:
                 "\n  ".join(lost),
             )
         return chosen.step
-
-    def _remove_from_memory(self, directory: Path) -> None:
-        # If tf-keras reads some variables later, npurun removes the files before it ends.
-        if directory != self._directory and not self._shared.is_waiting:
-            shutil.rmtree(directory, ignore_errors=True)
 
     def _reserve(self) -> None:
         """Check, before the first step, that the host has memory for the copies of all variables."""
