@@ -82,12 +82,14 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
         self.not_kept: tuple[str, ...] = ()
         self._directory = directory
         self._each_epoch = each_epoch
-        self._options: dict[str, Any] = {
-            "every": every,
-            "memory_every": memory_every,
-            "keep": keep,
-            "preemption": preemption,
-        }
+        self._new_job = functools.partial(
+            JobCheckpoint,
+            directory,
+            every=every,
+            memory_every=memory_every,
+            keep=keep,
+            preemption=preemption,
+        )
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Look for a checkpoint, and let ``fit`` begin in its epoch."""
@@ -101,14 +103,12 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
         self._metrics: list = []
         self._metric_names: list[str] = []
         self._callbacks = CallbackStates(self)
-        self._job: JobCheckpoint = JobCheckpoint(
-            self._directory,
+        self._job: JobCheckpoint = self._new_job(
             model=self.model,
             metrics=self._metrics,
             best_weights=self._callbacks.arrays,
             per_rank={"callbacks": self._callbacks},
             **named,
-            **self._options,
         )
         _newest = self
         self._epoch = 0

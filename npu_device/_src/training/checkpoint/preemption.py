@@ -45,6 +45,8 @@ class Preemption:
         self._world = world
         self._signal = signal.Signals[environment.NPU_DEVICE_PREEMPT_SIGNAL.get()]
         self._requests = join_requests(world)
+        # npurun starts the job again when a node comes or goes: it tells rank 0 only.
+        self.takes_nodes = self._requests is not None
         self._grants_request = False  # the ranks end as npurun has asked for
         # Seconds from the signal until this process ends, finished or not.
         self._limit = environment.NPU_DEVICE_PREEMPT_TIMEOUT.get()
@@ -89,11 +91,6 @@ class Preemption:
                 if not self._changed.wait(self._limit):
                     self._holds_at = _NO_STEP  # the rank that asked is gone
             return self._steps == self._last_step
-
-    @property
-    def takes_nodes(self) -> bool:
-        """Return whether npurun starts the job again when a node comes or goes: it tells rank 0 only."""
-        return self._requests is not None
 
     @property
     def is_signalled(self) -> bool:
