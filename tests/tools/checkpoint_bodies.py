@@ -262,7 +262,7 @@ def body_two_ask() -> None:
         health.ask(preemption.STOP_QUESTION, [watch.name, name, step], everyone, 10.0)
 
     for gives_up in (True, False):
-        with contextlib.closing(preemption.Preemption(ranks, signal.SIGUSR2, 20.0)) as watch:
+        with contextlib.closing(preemption.Preemption(ranks)) as watch:
             ranks.wait()
             if ranks.is_main:
                 first = ask(watch, "first")

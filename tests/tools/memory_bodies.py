@@ -142,7 +142,7 @@ def body_wrong(directory: str, wrong: Any) -> str:
 def body_too_large(address: str) -> str:
     """Return the error of a state that no host has memory for."""
     with settings(NPU_DEVICE_MEMORY_COPIES=address):
-        copier = memory_copies.copier_of(None, Storage(Path(), "", (0,), 0), True)
+        copier = memory_copies.copier_of(Storage(Path(), "", (0,), 0), True)
     assert copier is not None
     text = error_of(copier.require_memory, 1 << 50, 10)
     copier.close()

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import logging
 import sys
+import traceback
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -51,17 +53,18 @@ class CallbackStates:
 
     Attributes:
         arrays: the best weights, as variables while a checkpoint is saved or restored; most often equal on all ranks.
+        text: what the callbacks remembered when it was last collected.
     """
 
-    def __init__(self, checkpoint: Any) -> None:
+    def __init__(self, checkpoint: Any = None) -> None:
         self.arrays: list[tf.Variable] = []
-        self._list = list_with(checkpoint)
+        self.text = NO_CALLBACKS
+        # Without Keras's list, no callbacks have a state.
+        self._list = list_with(checkpoint) or types.SimpleNamespace(callbacks=[])
         self._callbacks: dict[str, Any] = {}
-        self._all_callbacks: list = []
+        self._all_callbacks: list = self._list.callbacks
         self._saved_states: dict[str, Any] = {}
         self._warned = set[str]()
-        if self._list is not None:
-            self._all_callbacks = self._list.callbacks
         for callback in self._all_callbacks:
             has_state = hasattr(callback, "get_state") and hasattr(callback, "set_state")
             if callback is not checkpoint and (has_state or _kind(callback) is not None):
@@ -71,8 +74,8 @@ class CallbackStates:
 
     # For the state of each rank in a checkpoint
 
-    def collect(self) -> str:
-        """Return what the callbacks remember, as text; the best weights go to ``arrays`` until they are saved."""
+    def collect(self) -> None:
+        """Ask the callbacks what they remember; the best weights go to ``arrays`` until they are saved."""
         # A save that has failed may have left its weights.
         self.arrays.clear()
         states = {}
@@ -91,7 +94,7 @@ class CallbackStates:
                 continue
             self.arrays.extend(map(tf.Variable, weights or ()))
             states[name] = state
-        return to_json(states)
+        self.text = to_json(states)
 
     def expect(self, text: str) -> None:
         """Take the states of a checkpoint, and make the variables into which its best weights are going to be read."""
@@ -123,19 +126,15 @@ class CallbackStates:
 
     def hide(self) -> None:
         """Let Keras not call the callbacks: the steps that are passed over are in their states already."""
-        if self._list is not None:
-            hidden = [self._callbacks.get(name) for name in self._saved_states]
-            hidden_ids = set(map(id, hidden))
-            called = [
-                callback for callback in self._all_callbacks if id(callback) not in hidden_ids
-            ]
-            # Keras gets a new list, since it may be in a loop over the old one.
-            self._list.callbacks = called
+        hidden = [self._callbacks.get(name) for name in self._saved_states]
+        hidden_ids = set(map(id, hidden))
+        called = [callback for callback in self._all_callbacks if id(callback) not in hidden_ids]
+        # Keras gets a new list, since it may be in a loop over the old one.
+        self._list.callbacks = called
 
     def show(self) -> None:
         """Let Keras call all callbacks again."""
-        if self._list is not None:
-            self._list.callbacks = self._all_callbacks
+        self._list.callbacks = self._all_callbacks
 
     def end(self) -> None:
         """Let callbacks begin their files with a header again, in another ``fit``."""
@@ -162,13 +161,11 @@ class CallbackStates:
 
 def list_with(callback: Any) -> Any:
     """Return Keras's list of callbacks that is calling one of them; None if something else calls it."""
-    frame = sys._getframe(1)
-    while frame is not None:
+    for frame, _ in traceback.walk_stack(sys._getframe()):
         owner = frame.f_locals.get("self")
         callbacks = getattr(owner, "callbacks", None)
         if isinstance(callbacks, list) and any(listed is callback for listed in callbacks):
             return owner
-        frame = frame.f_back  # type: ignore[assignment]
     return None
 
 
@@ -179,12 +176,10 @@ def list_of_fit() -> Any:
 
 def lists_of_fits() -> Iterator[Any]:
     """Yield Keras's list of callbacks of the ``fit`` that is running, then of those whose callbacks have called it."""
-    frame = sys._getframe(1)
-    while frame is not None:
+    for frame, _ in traceback.walk_stack(sys._getframe(1)):
         callbacks = frame.f_locals.get("callbacks")
         if hasattr(callbacks, "on_train_begin"):
             yield callbacks
-        frame = frame.f_back  # type: ignore[assignment]
 
 
 def _dtype_and_shape(array: Any) -> list:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import logging
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,7 +38,6 @@ from npu_device._src.training.opening.current_world import current_world
 from npu_device._src.world.sent_objects import from_json, to_json
 from npu_device._src.world.world import World
 
-_log = logging.getLogger("npu_device")
 # Kinds of records. What is shared has the same value on all ranks, or another one on each; what is alone is a part of
 # what is shared that a single rank has.
 SHARED = "shared"
@@ -51,7 +49,7 @@ _PROBLEM = "the newest copy in memory can't be written:"
 
 
 def to_files(
-    world: World | None, disk: Storage, slots: Sequence[Slot], memory: Storage | None = None
+    disk: Storage, slots: Sequence[Slot], memory: Storage | None = None
 ) -> tuple[int, Storage] | None:
     """Write the newest complete copy as a checkpoint, if it is newer than what the disk has; return its step, and where
     it is: in memory if it is the last copy of ranks that have ended for others.
@@ -62,16 +60,15 @@ def to_files(
         CheckpointError: the files can't be written; on all ranks.
     """
     on_host = copies(slots).get(str(disk.directory), {})
-    for copy in _newer(world, disk, on_host):
+    for copy in _newer(disk, on_host):
         of_host = on_host.get(copy.key, {})
         if copy.is_last and memory is not None:
             try:
-                if _CheckpointOfCopy(world, memory, copy, of_host).write():
+                if _CheckpointOfCopy(memory, copy, of_host).write():
                     return copy.step, memory
             except CheckpointError as error:
-                if disk.rank == 0:
-                    _log.warning("%s\nIt is written to the disk instead.", error)
-        if _CheckpointOfCopy(world, disk, copy, of_host).write():
+                selection.warn("%s\nIt is written to the disk instead.", error)
+        if _CheckpointOfCopy(disk, copy, of_host).write():
             return copy.step, disk
     return None
 
@@ -92,9 +89,7 @@ class _Copy(NamedTuple):
         return step
 
 
-def _newer(
-    world: World | None, disk: Storage, on_host: Mapping[Key, Mapping[int, Slot]]
-) -> Iterator[_Copy]:
+def _newer(disk: Storage, on_host: Mapping[Key, Mapping[int, Slot]]) -> Iterator[_Copy]:
     """Yield the complete copies that are newer than the newest checkpoint, newest first; all ranks get the same."""
     listed = []
     for key, by_rank in on_host.items():
@@ -103,7 +98,7 @@ def _newer(
         is_last = header.get("is_last", False)
         listed.append((key, rank_count, is_last, sorted(by_rank)))
     on_disk = folder.readable_latest(disk.directory) or 0
-    gathered = gather(world, (on_disk, listed))
+    gathered = disk.gather((on_disk, listed))
     newest = max(step for step, _ in gathered)
     copies_by_key: dict[Key, _Copy] = {}
     for writer, (_, copied) in enumerate(gathered):
@@ -133,10 +128,7 @@ def _newer(
 class _CheckpointOfCopy:
     """The checkpoint that becomes of a complete copy; all ranks make the same calls."""
 
-    def __init__(
-        self, world: World | None, storage: Storage, copy: _Copy, by_rank: Mapping[int, Slot]
-    ) -> None:
-        self._world = world
+    def __init__(self, storage: Storage, copy: _Copy, by_rank: Mapping[int, Slot]) -> None:
         self._storage = storage
         self._step = copy.step
         writer_by_rank = copy.writer_by_rank
@@ -155,22 +147,22 @@ class _CheckpointOfCopy:
             self._common = _of_kind(self._records[0], SHARED)
             header = {name: by_rank[0].header[name] for name in ("manifest", "keep")}
         sent = header, {full_name(record): record["crc"] for record in self._common}
-        if world is not None:
-            sent = world.object_from_root(sent, writer_by_rank[0])
+        if storage.world is not None:
+            sent = storage.world.object_from_root(sent, writer_by_rank[0])
         self._header, self._checksums = sent
 
     def write(self) -> bool:
         """Write all files; return False, without a checkpoint, if some of the memory is damaged."""
         try:
-            on_all_ranks(self._world, self._make_folder, _PROBLEM)
-            written = on_all_ranks(self._world, self._write_ranks, _PROBLEM)
+            on_all_ranks(self._storage.world, self._make_folder, _PROBLEM)
+            written = on_all_ranks(self._storage.world, self._write_ranks, _PROBLEM)
             if None in written:
                 return False
             self._send(written)
             files = {name: sums for by_name in written for name, sums in by_name.items()}
             keep = self._header["keep"]
             manifest = functools.partial(self._manifest, files)
-            selection.complete(self._world, self._storage, self._step, keep, manifest, _PROBLEM)
+            selection.complete(self._storage, self._step, keep, manifest, _PROBLEM)
         finally:
             if self._storage.is_keeper:
                 shutil.rmtree(self._partial, ignore_errors=True)
@@ -190,7 +182,7 @@ class _CheckpointOfCopy:
             for rank, records in self._records.items():
                 self._write_rank(rank, records, f"{piece}{rank}")
                 files |= folder.sync_files(self._partial, folder.own_prefix(rank))
-            self._save(f"{piece}{folder.SHARED}", _by_name(self._common))
+            self._save(f"{piece}{folder.SHARED}", self._common)
         except _DamagedError:
             return None
         for path in self._partial.glob(f"{piece}*"):
@@ -205,26 +197,26 @@ class _CheckpointOfCopy:
             # What isn't a variable is taken from one rank only, as on the disk.
             common_checksum = self._checksums.get(full_name(record))
             if record["path"] is not None and record["crc"] != common_checksum:
-                differing.append((record["path"], record))
-        self._save(f"{prefix}.differing", differing)
-        self._save(piece, _by_name(_of_kind(records, OWNED)))
+                differing.append(record)
+        self._save(f"{prefix}.differing", differing, "path")
+        self._save(piece, _of_kind(records, OWNED))
         for record in _of_kind(records, FILE):
             content = bytes(self._content(record))
             # The list of variables that differ was found after the record of the rank had been made.
             if record["name"] == f"{prefix}.json":
                 state = from_json(content.decode())
-                state["differing"] = [path for path, _ in differing]
+                state["differing"] = [shared["path"] for shared in differing]
                 content = to_json(state).encode()
             (self._partial / record["name"]).write_bytes(content)
 
-    def _save(self, prefix: str, saved: Sequence[tuple[str, Record]]) -> None:
-        if not saved:
+    def _save(self, prefix: str, records: Sequence[Record], key: str = "name") -> None:
+        """Save tensors under their names in the shared files, or by another key of their records."""
+        if not records:
             return
-        names, records = zip(*saved)
         tensors = [_tensor_of(record, self._content(record)) for record in records]
         tf.raw_ops.SaveV2(
             prefix=str(self._partial / prefix),
-            tensor_names=list(names),
+            tensor_names=[record[key] for record in records],
             shape_and_slices=[record["slice"] for record in records],
             tensors=tensors,
         )
@@ -241,11 +233,11 @@ class _CheckpointOfCopy:
     def _send(self, written: Sequence[dict[str, list[int]]]) -> None:
         """Let all directories have the files of all ranks."""
         storage = self._storage
-        if self._world is None or not storage.has_copies:
+        if storage.world is None or not storage.has_copies:
             return
         for root, files in enumerate(written):
             receives = storage.is_keeper and storage.keepers[root] != storage.rank
-            selection.send_files(self._world, self._partial, sorted(files), root, receives)
+            selection.send_files(storage.world, self._partial, sorted(files), root, receives)
 
     def _manifest(self, files: dict[str, list[int]]) -> dict[str, Any]:
         """Make the shared files of their pieces; return the manifest."""
@@ -266,10 +258,6 @@ class _CheckpointOfCopy:
 
 class _DamagedError(Exception):
     """A rank was killed while it replaced a copy, or the memory is damaged."""
-
-
-def _by_name(records: Sequence[Record]) -> list[tuple[str, Record]]:
-    return [(record["name"], record) for record in records]
 
 
 def _of_kind(records: Sequence[Record], kind: str) -> list[Record]:
@@ -296,7 +284,7 @@ def write_newest(world: World | None, slots: Sequence[Slot]) -> None:
             continue
         try:
             disk = selection.find_storage(world, Path(path))
-            written = to_files(world, disk, slots)
+            written = to_files(disk, slots)
         except CheckpointError as error:
             problems.append(str(error))
             continue

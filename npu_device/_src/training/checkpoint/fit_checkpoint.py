@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import collections
 import functools
-import logging
 import math
 import os
 import re
@@ -21,8 +21,7 @@ from npu_device._src.training.checkpoint.callback_states import (
 from npu_device._src.training.checkpoint.fit_data import FitData, Position
 from npu_device._src.training.checkpoint.folder import CheckpointError, require_local
 from npu_device._src.training.checkpoint.job_checkpoint import JobCheckpoint
-from npu_device._src.training.checkpoint.selection import gather
-from npu_device._src.training.distribute.ranks import is_main
+from npu_device._src.training.checkpoint.selection import gather, warn
 from npu_device._src.training.fit import start
 from npu_device._src.training.fit.function import INNER, Function
 from npu_device._src.training.fit.replica import replica_of
@@ -30,7 +29,6 @@ from npu_device._src.training.fit.sources import pull, with_put_back
 from npu_device._src.training.opening.current_world import current_world
 from npu_device._src.training.watching import training_state
 
-_log = logging.getLogger("npu_device")
 _FIT_KEY = "fit"
 # The suffix that Keras gives to further objects of a class. It depends on what a script made before.
 _KERAS_SUFFIX = re.compile(r"_\d+(?=[/:]|$)")
@@ -84,12 +82,14 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
         self.not_kept: tuple[str, ...] = ()
         self._directory = directory
         self._each_epoch = each_epoch
-        self._options: dict[str, Any] = {
-            "every": every,
-            "memory_every": memory_every,
-            "keep": keep,
-            "preemption": preemption,
-        }
+        self._new_job = functools.partial(
+            JobCheckpoint,
+            directory,
+            every=every,
+            memory_every=memory_every,
+            keep=keep,
+            preemption=preemption,
+        )
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Look for a checkpoint, and let ``fit`` begin in its epoch."""
@@ -103,14 +103,12 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
         self._metrics: list = []
         self._metric_names: list[str] = []
         self._callbacks = CallbackStates(self)
-        self._job: JobCheckpoint = JobCheckpoint(
-            self._directory,
+        self._job: JobCheckpoint = self._new_job(
             model=self.model,
             metrics=self._metrics,
             best_weights=self._callbacks.arrays,
             per_rank={"callbacks": self._callbacks},
             **named,
-            **self._options,
         )
         _newest = self
         self._epoch = 0
@@ -192,11 +190,11 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
         has_trained = self._has_begun_files
         if has_trained and not (is_cut and self._is_within_epoch()):
             self._job.try_to_save(self._total, self._notes(ended_of=ended_epochs))
-        if is_cut and is_main():
+        if is_cut:
             text = (
                 "a callback stopped this fit in epoch %d; the next fit that uses %s continues there"
             )
-            _log.warning(text, self._epoch + 1, self._directory)
+            warn(text, self._epoch + 1, self._directory)
         self._callbacks.end()
         self._leave()
 
@@ -269,12 +267,11 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
             self.not_kept = ()
             if problem is not None:
                 self.not_kept = (problem,)
-                if is_main():
-                    text = (
-                        "the training is resumed in epoch %d, but may not end with the bits of an uninterrupted one: "
-                        "%s"
-                    )
-                    _log.warning(text, self._epoch + 1, problem)
+                text = (
+                    "the training is resumed in epoch %d, but may not end with the bits of an uninterrupted one: "
+                    "%s"
+                )
+                warn(text, self._epoch + 1, problem)
         if pulled:
             self._build(keras_iterator, pulled[0])
             self._job._reserve()
@@ -301,12 +298,11 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
             # At the end of an epoch, Keras 3 makes the next iterator, which draws another order for the next fit.
             self._stops_at_epoch_end = True
             self.model.stop_training = self._is_within_epoch()
-            if is_main():
-                _log.warning(
-                    "the fit whose checkpoints are in %s had ended: its last state is restored, and nothing is trained."
-                    "\nWhat to do, if this is another fit: use a directory for each.",
-                    self._directory,
-                )
+            warn(
+                "the fit whose checkpoints are in %s had ended: its last state is restored, and nothing is trained."
+                "\nWhat to do, if this is another fit: use a directory for each.",
+                self._directory,
+            )
         self._restore()
         # The states of an ended ``fit``, to which epochs may be added, have its last epoch's end in them.
         if ended_epochs > 0:
@@ -324,8 +320,7 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
             f"{self._resume['step']}, and steps_per_execution is {count} now"
         )
         self.not_kept += (problem,)
-        if is_main():
-            _log.warning("the training is resumed, but %s", problem)
+        warn("the training is resumed, but %s", problem)
 
     def _build(self, batches: Any, batch: Any) -> None:
         replica = replica_of(self.model)
@@ -339,11 +334,13 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
                 # An eager step that needs values can't be traced. Without a checkpoint, it makes its variables itself.
                 if self._resume is not None or not self.model.run_eagerly:
                     raise
-        states = []
+        names = []
+        states = collections.defaultdict[str, list](list)
         for metric in compat.metrics_of(self.model):
             for variable in metric.variables:
-                states.append((_KERAS_SUFFIX.sub("", f"{metric.name}/{variable.name}"), variable))
-        names = [name for name, _ in states]
+                name = _KERAS_SUFFIX.sub("", f"{metric.name}/{variable.name}")
+                names.append(name)
+                states[name].append(variable)
         saved = (self._resume or {}).get("metrics", names)
         if sorted(saved) != sorted(names):
             raise CheckpointError(
@@ -352,11 +349,7 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
             )
         self._metric_names = saved
         # Metrics may have been made in another order; only if several have one name, their order counts.
-        self._metrics.clear()
-        for name in saved:
-            index = [state_name for state_name, _ in states].index(name)
-            _, variable = states.pop(index)
-            self._metrics.append(variable)
+        self._metrics[:] = [states[name].pop(0) for name in saved]
 
     def _notes(self, ended_of: int = 0) -> dict[str, Any]:
         # ``ended_of``: the epochs of which this is the end.
@@ -393,8 +386,8 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
         self.not_kept += self._job.not_kept
         self._callbacks.show()
         lost = self._callbacks.resume(max(0, self._step - 1))
-        if lost and is_main():
-            _log.warning("the training is resumed, except for\n  %s", "\n  ".join(lost))
+        if lost:
+            warn("the training is resumed, except for\n  %s", "\n  ".join(lost))
         self.not_kept += tuple(lost)
 
     def _must_have_resumed(self) -> None:

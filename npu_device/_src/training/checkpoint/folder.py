@@ -231,11 +231,9 @@ def _size_and_checksum(path: Path) -> list[int]:
 
 
 def _write_json(path: Path, value: Any) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        json.dump(value, file, indent=1)
-        file.flush()
-        # The content has to be on the disk first, which a rename could otherwise reach before it.
-        os.fsync(file.fileno())
+    path.write_text(json.dumps(value, indent=1), encoding="utf-8")
+    # The content has to be on the disk first, which a rename could otherwise reach before it.
+    _sync(path)
 
 
 def _sync(path: Path) -> None:

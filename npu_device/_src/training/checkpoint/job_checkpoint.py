@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import shutil
-import signal
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,11 +20,10 @@ from npu_device._src.training.checkpoint import folder, selection
 from npu_device._src.training.checkpoint.callback_states import NO_CALLBACKS
 from npu_device._src.training.checkpoint.folder import CheckpointError
 from npu_device._src.training.checkpoint.job_copies import JobCopies
-from npu_device._src.training.checkpoint.join_requests import join_requests
 from npu_device._src.training.checkpoint.memory_copies import copier_of
 from npu_device._src.training.checkpoint.preemption import Preemption
 from npu_device._src.training.checkpoint.progress import note_progress
-from npu_device._src.training.checkpoint.selection import Storage, gather, on_all_ranks
+from npu_device._src.training.checkpoint.selection import Storage, on_all_ranks
 from npu_device._src.training.checkpoint.states import (
     Digests,
     RankState,
@@ -36,7 +34,6 @@ from npu_device._src.training.opening import device
 from npu_device._src.training.opening.current_world import current_world
 from npu_device._src.training.watching.partial_sums import for_all_ranks, means_of, with_values
 from npu_device._src.version import __version__
-from npu_device._src.world.world import World
 
 _log = logging.getLogger("npu_device")
 
@@ -105,7 +102,6 @@ class JobCheckpoint:
         self._shared = SharedState(shared)
         self._own_state = RankState(per_rank or {})
         self._warned = with_hidden_random_state({**shared, **(per_rank or {})})
-        self._world: World | None = None
         self._storage: Storage | None = None
         # The step of the newest checkpoint; None before restore and save.
         self._last_step: int | None = None
@@ -116,14 +112,11 @@ class JobCheckpoint:
         self._is_stopping = False
         if preemption and device.parent_of_this_process() is None:
             world = current_world()
-            stop_signal = signal.Signals[environment.NPU_DEVICE_PREEMPT_SIGNAL.get()]
-            limit = environment.NPU_DEVICE_PREEMPT_TIMEOUT.get()
             if threading.current_thread() is threading.main_thread():
-                requests = join_requests(world)
-                self._preemption = Preemption(world, stop_signal, limit, requests)
+                self._preemption = Preemption(world)
             else:
                 text = "this thread can't handle %s. What to do: make the JobCheckpoint in the main thread."
-                _log.warning(text, stop_signal.name)
+                _log.warning(text, environment.NPU_DEVICE_PREEMPT_SIGNAL.get())
 
     def __enter__(self) -> JobCheckpoint:
         return self
@@ -158,13 +151,13 @@ class JobCheckpoint:
         """
         # A step may be a tensor or a number of numpy, which JSON doesn't write.
         step = int(step)
+        notes = dict(notes or {})
         if self._preemption is not None and self._preemption.count_step():
             self._is_stopping = True
             self._prepare()
             is_copied = False
             if self._copies is not None:
-                last_notes = dict(notes or {})
-                is_copied = self._copies.copy_last_step(step, last_notes, self._preemption)
+                is_copied = self._copies.copy_last_step(step, notes, self._preemption)
             if not is_copied:
                 self.save(step, notes)
             self._preemption.note_saved()
@@ -177,7 +170,7 @@ class JobCheckpoint:
         elif self._memory_interval is not None:
             self._prepare()
             if self._copies is not None:
-                self._copies.copy_if_due(step, last_step, dict(notes or {}))
+                self._copies.copy_if_due(step, last_step, notes)
 
     def try_to_save(self, step: int, notes: Mapping[str, Any] | None = None) -> None:
         """Write a checkpoint now, as ``save`` does; if it can't be written, warn instead of raising CheckpointError.
@@ -194,8 +187,7 @@ class JobCheckpoint:
         except CheckpointError as error:
             # A failed save isn't tried again before the next interval.
             self._last_step = step
-            if self._world is None or self._world.is_main:
-                _log.warning("%s\nTraining goes on; the newest checkpoint is an older one.", error)
+            selection.warn("%s\nTraining goes on; the newest checkpoint is an older one.", error)
 
     @for_all_ranks.on()
     def save(self, step: int, notes: Mapping[str, Any] | None = None) -> None:
@@ -220,9 +212,10 @@ class JobCheckpoint:
             raise TypeError(
                 f"the notes of a checkpoint must be values for JSON: {error}"
             ) from error
-        world, storage = self._prepare()
-        self._own_state.collect()
-        differing = self._compare(world, storage, step)
+        storage = self._prepare()
+        # Their best weights are among the shared variables from now on.
+        self._own_state.callbacks.collect()
+        differing = self._compare(storage, step)
         # What this job leaves from here on is no obstacle to its next save.
         self._last_step = self._last_step or 0
         partial_sums = self._shared.partial_sums()
@@ -231,7 +224,7 @@ class JobCheckpoint:
         problem = f"the checkpoint of step {step} could not be written to {self._directory}:"
         write = functools.partial(self._write, partial, storage, differing, partial_sums, means)
         try:
-            written = on_all_ranks(world, write, problem)
+            written = on_all_ranks(storage.world, write, problem)
             files = {}
             for rank, entries in enumerate(written):
                 if storage.keepers[rank] == storage.rank:
@@ -239,18 +232,17 @@ class JobCheckpoint:
             manifest = self._manifest(notes, list(self._shared.variables()))
             complete = functools.partial(self._completed, step, {**manifest, "files": files})
             problem = f"the checkpoint of step {step} could not be completed in {self._directory}:"
-            selection.complete(world, storage, step, self._keep, complete, problem)
+            selection.complete(storage, step, self._keep, complete, problem)
         except CheckpointError:
             # Only the keeper removes, after all ranks have ended their attempt.
             if storage.is_keeper:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
         finally:
-            self._own_state.drop_arrays()
+            self._own_state.callbacks.arrays.clear()
         self._last_step = step
         self._named = {step}
-        if storage.rank == 0:
-            note_progress(step)
+        note_progress(storage.rank, step)
         # What ranks before these have left in memory is older now.
         if self._copies is not None:
             self._copies.free()
@@ -262,14 +254,14 @@ class JobCheckpoint:
         Raises:
             CheckpointError: there are checkpoints, but none can be used.
         """
-        world, storage = self._prepare()
+        storage = self._prepare()
         source = storage
         if self._copies is not None:
             source = self._copies.checkpoint_of_copies()
         if storage.is_keeper:
             selection.warn_of_remains(folder.tidy(self._directory, but=storage.token))
             self._named = {folder.readable_latest(self._directory)}
-        chosen = selection.newest_whole(world, source)
+        chosen = selection.newest_whole(source)
         self._chosen = chosen
         if chosen is None:
             return None
@@ -301,16 +293,17 @@ class JobCheckpoint:
     @for_all_ranks.on()
     def _restore_state(self) -> int:
         """Restore, and leave it to the caller to ``_reserve`` memory when all variables exist."""
+        self._prepare()
         if self._chosen is None:
             # A restore without a look before it takes the newest one.
             self.peek()
         chosen = self._chosen
         self._chosen = None
-        world, _ = self._prepare()
         if chosen is None:
             self._last_step = 0
             return 0
         storage = chosen.storage
+        world = storage.world
         directory = storage.directory
         received_folder = storage.partial(chosen.step)
         # All folders in memory have the same files.
@@ -345,23 +338,20 @@ class JobCheckpoint:
             if storage.is_keeper:
                 # What has been sent here was for this rank's restore only.
                 shutil.rmtree(received_folder, ignore_errors=True)
-                self._remove_from_memory(directory)
+                # If tf-keras reads some variables later, npurun removes the files in memory before it ends.
+                if directory != self._directory and not self._shared.is_waiting:
+                    shutil.rmtree(directory, ignore_errors=True)
         self._last_step = chosen.step
         self.notes = manifest["notes"]
         self.not_kept = tuple(lost)
         _log.info("restored the checkpoint of step %d from %s", chosen.step, chosen.folder)
-        if lost and storage.rank == 0:
-            _log.warning(
+        if lost:
+            selection.warn(
                 "the checkpoint of step %d is restored, except for\n  %s",
                 chosen.step,
                 "\n  ".join(lost),
             )
         return chosen.step
-
-    def _remove_from_memory(self, directory: Path) -> None:
-        # If tf-keras reads some variables later, npurun removes the files before it ends.
-        if directory != self._directory and not self._shared.is_waiting:
-            shutil.rmtree(directory, ignore_errors=True)
 
     def _reserve(self) -> None:
         """Check, before the first step, that the host has memory for the copies of all variables."""
@@ -371,21 +361,19 @@ class JobCheckpoint:
 
     # Parts of saving
 
-    def _prepare(self) -> tuple[World | None, Storage]:
+    def _prepare(self) -> Storage:
         if not tf.executing_eagerly():
             raise RuntimeError(
                 "JobCheckpoint works in eager mode, between the steps; found a graph.\nWhat to do: call it outside of "
                 "tf.function; in a session of TensorFlow 1 use tf.compat.v1.train.Saver."
             )
         if self._storage is None:
-            self._world = current_world()
-            self._storage = selection.find_storage(self._world, self._directory)
+            self._storage = selection.find_storage(current_world(), self._directory)
             if self._memory_interval is not None or self._preemption is not None:
                 interval = self._memory_interval
-                copier = copier_of(self._world, self._storage, is_demanded=interval is not None)
+                copier = copier_of(self._storage, is_demanded=interval is not None)
                 if copier is not None:
                     self._copies = JobCopies(
-                        self._world,
                         self._storage,
                         copier,
                         interval,
@@ -395,26 +383,24 @@ class JobCheckpoint:
                         self._manifest,
                     )
             self._named = {folder.readable_latest(self._directory)}
-            names = self._warned
-            self._warned = []
-            if names and self._storage.rank == 0:
-                _log.warning(
+            if self._warned:
+                selection.warn(
                     "the random state of %s can't be kept in a checkpoint, so a resumed run draws different numbers.\n"
                     "What to do: call tf.keras.backend.experimental.enable_tf_random_generator() before the model is "
                     "made.",
-                    ", ".join(names),
+                    ", ".join(self._warned),
                 )
-        return self._world, self._storage
+        return self._storage
 
-    def _compare(self, world: World | None, storage: Storage, step: int) -> dict[str, Any]:
+    def _compare(self, storage: Storage, step: int) -> dict[str, Any]:
         """Check that all ranks save the same; return the variables whose values the keeper of this directory lacks."""
-        own_digests: Digests = {} if world is None else self._shared.digests()
+        own_digests: Digests = {} if storage.world is None else self._shared.digests()
         newest = -1
         if storage.is_keeper and self._last_step is None:
             # The directory is looked at only before the first save: what this job has written itself is no obstacle.
             newest = max(folder.steps(self._directory)[0], default=-1)
         sent_digests = own_digests if storage.is_keeper else None
-        answers = gather(world, (step, newest, sent_digests))
+        answers = storage.gather((step, newest, sent_digests))
         steps = [rank_step for rank_step, _, _ in answers]
         if len(set(steps)) > 1:
             texts = [f"rank {rank}: {rank_step}" for rank, rank_step in enumerate(steps)]
@@ -436,7 +422,7 @@ class JobCheckpoint:
                 problem = path
                 break
         lines = []
-        for rank, path in enumerate(gather(world, problem)):
+        for rank, path in enumerate(storage.gather(problem)):
             if path is not None:
                 lines.append(f"  rank {rank}: {path}")
         if lines:
@@ -484,11 +470,11 @@ class JobCheckpoint:
         return manifest
 
     def _manifest(self, notes: Any, paths: list[str]) -> dict[str, Any]:
-        world, storage = self._prepare()
+        storage = self._prepare()
         samples = []
         # Another number of ranks finds the places of iterators by what these would read next.
         if self._is_stopping:
-            samples = gather(world, self._own_state.next_samples())
+            samples = storage.gather(self._own_state.next_samples())
         if None in samples:
             samples = []
         return {
@@ -496,7 +482,7 @@ class JobCheckpoint:
             "world_size": len(storage.keepers),
             "versions": {"npu_device": __version__, "tensorflow": tf.__version__},
             "notes": notes,
-            "callbacks": self._own_state.callbacks,
+            "callbacks": self._own_state.callbacks.text,
             "variables": sorted(paths),
             "trained": self._shared.trained(),
         }

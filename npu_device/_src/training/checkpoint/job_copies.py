@@ -6,7 +6,6 @@ another number, take the state from it. Without room in memory, that state is a 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Callable
@@ -18,12 +17,10 @@ from npu_device._src.training.checkpoint.folder import CheckpointError
 from npu_device._src.training.checkpoint.memory_copies import Copier, tensors_of
 from npu_device._src.training.checkpoint.preemption import Preemption
 from npu_device._src.training.checkpoint.progress import note_progress
-from npu_device._src.training.checkpoint.selection import Storage, gather, on_all_ranks
+from npu_device._src.training.checkpoint.selection import Storage, on_all_ranks, warn
 from npu_device._src.training.checkpoint.states import RankState, SharedState, variables_of
 from npu_device._src.training.sharding.shares import bytes_of
-from npu_device._src.world.world import World
 
-_log = logging.getLogger("npu_device")
 _ON_DISK = "the state of step %d is written to the disk, and not kept in memory for the ranks that go on: %s"
 _NO_ROOM = "it needs more memory than a host or container has"
 _NO_OWN_FILES = "ranks can't write their own state to a temporary file:"
@@ -39,7 +36,6 @@ _NO_COPY = "a copy isn't ready or has failed, or gradients have been added up si
 class JobCopies:
     """The copies of one job."""
 
-    _world: World | None
     _disk: Storage
     _copier: Copier
     _interval: int | None  # steps between copies; None for one at the end only
@@ -89,7 +85,7 @@ class JobCopies:
         copier = self._copier
         variables = self._shared.variables()
         has_room = copier.has_room(sum(map(bytes_of, variables.values())))
-        answers = gather(self._world, (preemption.takes_nodes, preemption.is_signalled, has_room))
+        answers = self._disk.gather((preemption.takes_nodes, preemption.is_signalled, has_room))
         loses_node_0 = any(answers[rank][1] for rank in copier.ranks_of_node_0)
         # When node 0 goes, no rank goes on until it is back.
         if loses_node_0 or not any(takes_nodes for takes_nodes, _, _ in answers):
@@ -100,16 +96,16 @@ class JobCopies:
             problem = _NO_COPY
             if self._copy(step, notes, is_last=True) and copier.wait():
                 problem = None
-        problems = [text for text in gather(self._world, problem) if text is not None]
-        if problems and self._disk.rank == 0:
-            _log.warning(_ON_DISK, step, problems[0])
+        problems = [text for text in self._disk.gather(problem) if text is not None]
+        if problems:
+            warn(_ON_DISK, step, problems[0])
         return not problems
 
     def _copy(self, step: int, notes: dict[str, Any], is_last: bool = False) -> bool:
         """Begin a copy of this step; return False if a rank is still busy, or can't write its own state."""
         # Between two updates, what one process has would take a reduction: the copy comes after the next update.
         is_ready = not (self._copier.is_busy or self._shared.partial_sums())
-        reports = gather(self._world, (step, is_ready))
+        reports = self._disk.gather((step, is_ready))
         is_one_step = len({rank_step for rank_step, _ in reports}) == 1
         if not is_one_step or not all(rank_is_ready for _, rank_is_ready in reports):
             return False
@@ -118,12 +114,12 @@ class JobCopies:
         def write_own_files() -> None:
             rank_files.update(self._own_state.files(folder.own_prefix(self._disk.rank)))
 
-        self._own_state.collect()
+        self._own_state.callbacks.collect()
         try:
-            on_all_ranks(self._world, write_own_files, _NO_OWN_FILES)
+            on_all_ranks(self._disk.world, write_own_files, _NO_OWN_FILES)
         except CheckpointError as error:
-            if self._disk.rank == 0 and not self._has_warned:
-                _log.warning(_NOT_COPIED, step, error)
+            if not self._has_warned:
+                warn(_NOT_COPIED, step, error)
             self._has_warned = True
             return False
         else:
@@ -131,7 +127,7 @@ class JobCopies:
             self._newest_step = step
             return True
         finally:
-            self._own_state.drop_arrays()
+            self._own_state.callbacks.arrays.clear()
 
     def _begin(
         self, step: int, notes: dict[str, Any], is_last: bool, rank_files: Mapping[str, bytes]
@@ -161,14 +157,12 @@ class JobCopies:
         self._newest_step = 0
         written = None
         try:
-            written = to_files(self._world, disk, self._copier.readable, self._copier.storage)
+            written = to_files(disk, self._copier.readable, self._copier.storage)
         except CheckpointError as error:
-            if disk.rank == 0:
-                _log.warning("%s\nThe job resumes from the disk.", error)
+            warn("%s\nThe job resumes from the disk.", error)
         if written is None:
             return disk
         step, source = written
         # By this, npurun knows how far the job is.
-        if disk.rank == 0:
-            note_progress(step)
+        note_progress(disk.rank, step)
         return source

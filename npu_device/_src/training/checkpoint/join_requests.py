@@ -24,7 +24,7 @@ class JoinRequests:
         """Read the newest request; return whether the ranks are to end for it, and print a line that tells it."""
         requests = os.read(self.descriptor, 4096).split()
         size = int(requests[-1])
-        undivided = sorted(batch for batch in divided_batches() if batch % size)
+        undivided = sorted(batch for batch in divided_batches if batch % size)
         if not undivided:
             _say(f"all ranks finish the step, and start again as {size} ranks")
         elif size not in self._refused:

@@ -46,9 +46,8 @@ from npu_device._src.training.checkpoint.memory_slots import (
     full_name,
     open_slots,
 )
-from npu_device._src.training.checkpoint.selection import Storage, gather, on_all_ranks
+from npu_device._src.training.checkpoint.selection import Storage, on_all_ranks, warn
 from npu_device._src.wording import amount
-from npu_device._src.world.world import World
 
 _log = logging.getLogger("npu_device")
 _FAILED = (
@@ -80,13 +79,11 @@ class Copier:
 
     def __init__(
         self,
-        world: World | None,
         storage: Storage,
         slots: Sequence[Slot],
         received: Sequence[Slot],
         folder: Path,
     ) -> None:
-        self._world = world
         self._slots = [*slots, *received]
         # A script may drop a checkpoint without closing it.
         self._close_slots = weakref.finalize(self, close_slots, self._slots)
@@ -156,7 +153,7 @@ class Copier:
             interval: steps between copies.
         """
         # The ranks of a host are next to each other.
-        sizes = np.asarray(gather(self._world, size))
+        sizes = np.asarray(self.storage.gather(size))
         by_host = sizes.reshape(self._hosts, -1).sum(axis=1).tolist()
         held = amount(by_host[self._host])
         needed = (SLOTS + 1) * by_host[self._host]
@@ -177,7 +174,7 @@ class Copier:
                 text = _TOO_LARGE.format(held=held, growth=amount(growth), free=amount(free))
                 raise CheckpointError(text)
 
-        on_all_ranks(self._world, check, "there is too little memory for memory_every:")
+        on_all_ranks(self.storage.world, check, "there is too little memory for memory_every:")
         if self.storage.rank == 0:
             text = f"npu_device: copies in memory every {interval} steps: {text}"
             print(text, file=sys.stderr, flush=True)
@@ -231,13 +228,13 @@ class Copier:
                     shared = [record for record in records if record["kind"] == SHARED]
                     return {full_name(record): record["crc"] for record in shared}
             # A first rank that has failed makes none, and the script may have ended meanwhile.
-            if self._world is not None:
-                self._world.job.health.require_running()
+            if self.storage.world is not None:
+                self.storage.world.job.health.require_running()
             time.sleep(COPY_POLL_SECONDS)
         raise TimeoutError("the first rank of the host has no copy")
 
 
-def copier_of(world: World | None, storage: Storage, is_demanded: bool) -> Copier | None:
+def copier_of(storage: Storage, is_demanded: bool) -> Copier | None:
     """Return what copies the state of this rank; None if npurun holds no memory for all ranks.
 
     If copies are demanded, a warning tells it. Else they are made in a job of several nodes, when one comes or goes.
@@ -262,12 +259,12 @@ def copier_of(world: World | None, storage: Storage, is_demanded: bool) -> Copie
     is_whole = started == size or (received and size % started == 0)
     if problem is None and not is_whole:
         problem = f"npurun has started {started} ranks here, and the job has {size}"
-    problems = [text for text in gather(world, problem) if text is not None]
+    problems = [text for text in storage.gather(problem) if text is not None]
     if not problems:
-        return Copier(world, storage, slots, received, folder_in_memory(address or ""))
+        return Copier(storage, slots, received, folder_in_memory(address or ""))
     close_slots([*slots, *received])
-    if is_demanded and storage.rank == 0:
-        _log.warning(_NO_LAUNCHER, problems[0])
+    if is_demanded:
+        warn(_NO_LAUNCHER, problems[0])
     return None
 
 

@@ -30,7 +30,6 @@ from npu_device._src.wording import amount
 
 _MARK = b"npucopy1"
 _START = struct.Struct("<8sQI?")
-_CHUNK = 1 << 22
 SLOTS = 2  # slots of a rank: one to write, one with the copy before
 
 Key = tuple[int, int]
@@ -201,8 +200,7 @@ class Slot:
         start = 0
         while start < len(content):
             # One call may write less than it is given.
-            piece = content[start : start + _CHUNK]
-            start += os.pwrite(self.descriptor, piece, position + start)
+            start += os.pwrite(self.descriptor, content[start:], position + start)
 
     def end(self) -> None:
         os.pwrite(self.descriptor, _MARK, 0)
@@ -246,9 +244,7 @@ def read(span: Span) -> memoryview | None:
     content = memoryview(bytearray(span.record["bytes"]))
     start = 0
     # Nothing is read at the end of the record, or of a slot that has become shorter.
-    while count := os.preadv(
-        span.slot.descriptor, [content[start : start + _CHUNK]], span.position + start
-    ):
+    while count := os.preadv(span.slot.descriptor, [content[start:]], span.position + start):
         start += count
     if zlib.crc32(content) != span.record["crc"]:
         return None

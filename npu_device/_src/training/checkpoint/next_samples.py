@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import tempfile
 import time
-import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ import tensorflow as tf
 from npu_device._src.cluster.time_limits import NEXT_PROGRESS_SECONDS
 from npu_device._src.collectives.engine_text import say
 from npu_device._src.training.checkpoint.selection import gather
+from npu_device._src.training.watching.digests import checksum
 from npu_device._src.world.world import World
 
 Checksums = Mapping[str, int]
@@ -29,7 +29,14 @@ _COUNTED = 4096  # elements of a sample that count, at equal distances, if it ha
 
 def look_ahead(iterators: Mapping[str, Any]) -> dict[str, int]:
     """Return the checksums of the next batches, which the iterators will give again."""
-    return {name: _look_ahead(iterator) for name, iterator in iterators.items()}
+    if not iterators:
+        return {}
+    checkpoint = tf.train.Checkpoint(**iterators)
+    with tempfile.TemporaryDirectory() as directory:
+        positions = checkpoint.write(f"{directory}/positions")
+        checksums = {name: checksum_of(next(iterator, ())) for name, iterator in iterators.items()}
+        checkpoint.read(positions).assert_consumed()
+    return checksums
 
 
 def move_on(
@@ -39,11 +46,9 @@ def move_on(
 
     ``saved`` are the checksums of all ranks that have stopped after these steps. Every rank has to make the call.
     """
-    checksums = {}
     for name, iterator in iterators.items():
         _pass_over(world, name, iterator, steps)
-        checksums[name] = _look_ahead(iterator)
-    by_rank = gather(world, checksums)
+    by_rank = gather(world, look_ahead(iterators))
     lost = []
     for name in iterators:
         expected = [by_name.get(name, 0) for by_name in saved]
@@ -76,22 +81,12 @@ def _pass_over(world: World | None, name: str, iterator: Any, steps: int) -> Non
         next(iterator, None)
 
 
-def _look_ahead(iterator: Any) -> int:
-    """Return the checksum of the next batch, which the iterator will give again."""
-    checkpoint = tf.train.Checkpoint(iterator=iterator)
-    with tempfile.TemporaryDirectory() as directory:
-        position = checkpoint.write(f"{directory}/position")
-        checksum = checksum_of(next(iterator, ()))
-        checkpoint.read(position).assert_consumed()
-    return checksum
-
-
 def checksum_of(batches: Any) -> int:
     """Return a checksum of the samples of batches, the sum of a checksum of each; 0 at the end of the data.
 
     Samples are rows of nested tensors, and count in any order, as other ranks have other rows.
     """
-    checksum = 0
+    total = 0
     for tensor in tf.nest.flatten(batches, expand_composites=True):
         dtype = getattr(tensor, "dtype", None)
         # Datasets of datasets have elements without values.
@@ -100,9 +95,5 @@ def checksum_of(batches: Any) -> int:
         for row in np.atleast_1d(np.asarray(tensor)):
             flat = np.ravel(row)
             flat = flat[:: max(flat.size // _COUNTED, 1)]
-            text = flat.tobytes()
-            # The bytes of an array of strings would be addresses.
-            if flat.dtype == object:
-                text = repr(flat.tolist()).encode()
-            checksum += zlib.crc32(text)
-    return checksum
+            total += checksum(flat)
+    return total

@@ -21,10 +21,11 @@ import threading
 import time
 from typing import Any
 
+from npu_device._src import environment
 from npu_device._src.cluster.rank_errors import RESUMABLE, ClusterError
 from npu_device._src.cluster.time_limits import PREEMPTION_JOIN_SECONDS, SAME_PREEMPTION_SECONDS
 from npu_device._src.threads import start_thread
-from npu_device._src.training.checkpoint.join_requests import JoinRequests
+from npu_device._src.training.checkpoint.join_requests import join_requests
 from npu_device._src.world.world import World
 
 STEP_QUESTION = "preemption step"
@@ -40,18 +41,15 @@ _current: Preemption | None = None
 class Preemption:
     """Watches for the signal until ``close`` or another one is made; every rank has one, made in the main thread."""
 
-    def __init__(
-        self,
-        world: World | None,
-        stop_signal: signal.Signals,
-        limit: float,
-        requests: JoinRequests | None = None,
-    ) -> None:
+    def __init__(self, world: World | None) -> None:
         self._world = world
-        self._signal = stop_signal
-        self._requests = requests
+        self._signal = signal.Signals[environment.NPU_DEVICE_PREEMPT_SIGNAL.get()]
+        self._requests = join_requests(world)
+        # npurun starts the job again when a node comes or goes: it tells rank 0 only.
+        self.takes_nodes = self._requests is not None
         self._grants_request = False  # the ranks end as npurun has asked for
-        self._limit = limit  # seconds from the signal until this process ends, finished or not
+        # Seconds from the signal until this process ends, finished or not.
+        self._limit = environment.NPU_DEVICE_PREEMPT_TIMEOUT.get()
         self.name = next(_names)  # the same on all ranks, since they make the same calls
         self._changed = threading.Condition()
         self._steps = 0
@@ -60,7 +58,7 @@ class Preemption:
         self._asking = set[str]()
         self._last_step: int | None = None
         self._signalled_at: float | None = None
-        self._code = 128 + stop_signal
+        self._code = 128 + self._signal
         self._pid = os.getpid()
         global _current
         if _current is not None:
@@ -68,10 +66,10 @@ class Preemption:
                 "a new JobCheckpoint handles %s from now on. The one before no longer does, and isn't saved when the "
                 "job is asked to stop.\nWhat to do: put everything into one; or close the one before when it isn't "
                 "used any more, or make it with preemption=False.",
-                stop_signal.name,
+                self._signal.name,
             )
             _current.close()
-        self._previous = signal.signal(stop_signal, _ignore_signal)
+        self._previous = signal.signal(self._signal, _ignore_signal)
         _current = self
         self._reader, self._writer = os.pipe()
         # ``set_wakeup_fd`` takes no descriptor that blocks.
@@ -93,11 +91,6 @@ class Preemption:
                 if not self._changed.wait(self._limit):
                     self._holds_at = _NO_STEP  # the rank that asked is gone
             return self._steps == self._last_step
-
-    @property
-    def takes_nodes(self) -> bool:
-        """Return whether npurun starts the job again when a node comes or goes: it tells rank 0 only."""
-        return self._requests is not None
 
     @property
     def is_signalled(self) -> bool:

@@ -12,6 +12,7 @@ from typing import Any, Callable, NamedTuple, Optional
 
 from npu_device._src.training.checkpoint import folder
 from npu_device._src.training.checkpoint.folder import CheckpointError
+from npu_device._src.training.distribute.ranks import is_main
 from npu_device._src.wording import counted
 from npu_device._src.world.world import World
 
@@ -26,6 +27,7 @@ class Storage(NamedTuple):
     keepers: tuple[int, ...]  # for each rank, the lowest rank that sees the same directory
     rank: int
     is_new: bool = False  # no rank has had the directory before
+    world: World | None = None
 
     @property
     def is_keeper(self) -> bool:
@@ -36,6 +38,10 @@ class Storage(NamedTuple):
     def has_copies(self) -> bool:
         """Return whether there are several directories, each with all files."""
         return len(set(self.keepers)) > 1
+
+    def gather(self, value: Any) -> list:
+        """Return the values of all ranks."""
+        return gather(self.world, value)
 
     def partial(self, step: int) -> Path:
         """Return the folder in which this job writes the files of a step before they are complete."""
@@ -68,14 +74,14 @@ class Chosen(NamedTuple):
 _View = tuple[Optional[str], Optional[str], int]
 
 
-def newest_whole(world: World | None, storage: Storage) -> Chosen | None:
+def newest_whole(storage: Storage) -> Chosen | None:
     """Return the newest checkpoint that is whole on every rank, or else what is left of one; None if there is none.
 
     Every rank has to make the call.
     """
     # One list for each directory is enough.
     named = folder.steps(storage.directory) if storage.is_keeper else ([], None)
-    listed = gather(world, named)
+    listed = storage.gather(named)
     steps = sorted({step for rank_steps, _ in listed for step in rank_steps}, reverse=True)
     wrong = {problem for _, problem in listed if problem is not None}
     if wrong and not steps:
@@ -83,8 +89,8 @@ def newest_whole(world: World | None, storage: Storage) -> Chosen | None:
             f"no checkpoint can be restored: {'; '.join(sorted(wrong))}.\nWhat to do: write a step that is there into "
             "that file; or start over in another directory."
         )
-    if wrong and storage.rank == 0:
-        _log.warning(
+    if wrong:
+        warn(
             "%s; the newest checkpoint of step %d or before is restored",
             "; ".join(sorted(wrong)),
             steps[0],
@@ -92,8 +98,8 @@ def newest_whole(world: World | None, storage: Storage) -> Chosen | None:
     problems = []
     partly: Chosen | None = None
     for step in steps:
-        views: list[_View] = gather(world, _judge(storage, step))
-        damaged = _problems(world, storage, views)
+        views: list[_View] = storage.gather(_judge(storage, step))
+        damaged = _problems(storage, views)
         keepers = sorted(set(storage.keepers))
         holders = [rank for rank in keepers if views[rank][0] is None]
         if not holders:
@@ -101,9 +107,9 @@ def newest_whole(world: World | None, storage: Storage) -> Chosen | None:
             continue
         saved = views[holders[0]][2]
         if saved != len(views) or not damaged:
-            if problems and storage.rank == 0:
+            if problems:
                 lines = "\n  ".join(problems)
-                _log.warning(
+                warn(
                     "newer checkpoints are damaged; the one of step %d is restored:\n  %s",
                     step,
                     lines,
@@ -113,10 +119,10 @@ def newest_whole(world: World | None, storage: Storage) -> Chosen | None:
                 wrote = counted(saved, "rank")
                 now = counted(len(views), "rank")
                 lost = [_OTHER_SIZE.format(wrote=wrote, now=now)]
-            return _chosen(world, storage, step, holders[0], lost)
+            return _chosen(storage, step, holders[0], lost)
         problems += damaged
         if partly is None:
-            partly = _chosen(world, storage, step, holders[0], [_ALL_OWN, *damaged])
+            partly = _chosen(storage, step, holders[0], [_ALL_OWN, *damaged])
     if partly is None and steps:
         raise CheckpointError(
             f"none of the checkpoints in {storage.directory} can be used:\n  "
@@ -151,12 +157,13 @@ def _judge(storage: Storage, step: int) -> _View:
     return shared, own, size
 
 
-def _problems(world: World | None, storage: Storage, views: list[_View]) -> list[str]:
+def _problems(storage: Storage, views: list[_View]) -> list[str]:
     ranks_by_text: dict[str, int] = {}
     for rank, (shared, own, _) in enumerate(views):
         for text in (shared, own):
             if text is not None:
                 ranks_by_text.setdefault(text, rank)
+    world = storage.world
     if world is None or not storage.has_copies:
         return list(ranks_by_text)
     return [
@@ -164,14 +171,12 @@ def _problems(world: World | None, storage: Storage, views: list[_View]) -> list
     ]
 
 
-def _chosen(
-    world: World | None, storage: Storage, step: int, holder: int, lost: list[str]
-) -> Chosen:
+def _chosen(storage: Storage, step: int, holder: int, lost: list[str]) -> Chosen:
     manifest: Any = None
     if storage.rank == holder:
         manifest = folder.manifest_of(storage.directory, step)
-    if world is not None:
-        manifest = world.object_from_root(manifest, holder)
+    if storage.world is not None:
+        manifest = storage.world.object_from_root(manifest, holder)
     return Chosen(storage, step, holder, manifest, lost)
 
 
@@ -182,6 +187,12 @@ def gather(world: World | None, value: Any) -> list:
     if world is None:
         return [value]
     return world.objects(value, "checkpoint")
+
+
+def warn(text: str, *details: object) -> None:
+    """Warn on rank 0."""
+    if is_main():
+        _log.warning(text, *details)
 
 
 def on_all_ranks(world: World | None, action: Callable[[], Any], title: str) -> list:
@@ -235,7 +246,7 @@ def find_storage(world: World | None, directory: Path) -> Storage:
         # Marks are looked for by name, since a network file system may show an old list of a directory's entries.
         keeper = next(candidate for candidate in range(size) if mark_of(candidate).exists())
         keepers = tuple(gather(world, keeper))
-        return Storage(directory, token, keepers, rank, sum(made) == len(set(keepers)))
+        return Storage(directory, token, keepers, rank, sum(made) == len(set(keepers)), world)
     finally:
         with contextlib.suppress(OSError):
             mark_of(rank).unlink(missing_ok=True)
@@ -258,7 +269,6 @@ def send_files(world: World, folder: Path, names: list[str], root: int, receives
 
 
 def complete(
-    world: World | None,
     storage: Storage,
     step: int,
     keep: int,
@@ -282,7 +292,7 @@ def complete(
 
     # The checkpoint is whole on all hosts before any of them names it.
     for stage in (finish, name_latest):
-        on_all_ranks(world, stage if storage.is_keeper else lambda: None, title)
+        on_all_ranks(storage.world, stage if storage.is_keeper else lambda: None, title)
 
 
 def warn_of_remains(problems: Sequence[str]) -> None:

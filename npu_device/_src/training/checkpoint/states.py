@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from npu_device._src import compat
 from npu_device._src.training.checkpoint import next_samples
-from npu_device._src.training.checkpoint.callback_states import NO_CALLBACKS, CallbackStates
+from npu_device._src.training.checkpoint.callback_states import CallbackStates
 from npu_device._src.training.checkpoint.folder import CheckpointError
 from npu_device._src.training.optimizers.accumulation import note_accumulators
 from npu_device._src.training.watching import training_state
@@ -252,14 +252,13 @@ class RankState:
     def __init__(self, components: Mapping[str, Any]) -> None:
         plain = (random.Random, np.random.Generator)
         self._generators = {}
-        self._callbacks: CallbackStates | None = None
-        self.callbacks = NO_CALLBACKS  # states of the callbacks, when they were last collected
+        self.callbacks = CallbackStates()
         self._trackables = {}
         for name, component in components.items():
             if isinstance(component, plain):
                 self._generators[name] = component
             elif isinstance(component, CallbackStates):
-                self._callbacks = component
+                self.callbacks = component
             else:
                 self._trackables[name] = trackable(component, name)
 
@@ -298,23 +297,12 @@ class RankState:
                 iterators[name] = component
         return iterators
 
-    def collect(self) -> None:
-        """Ask callbacks for their states, whose best weights are among the shared variables from now on."""
-        if self._callbacks is not None:
-            self.callbacks = self._callbacks.collect()
-
-    def drop_arrays(self) -> None:
-        """Drop the best weights of the callbacks, which ``collect`` has made variables for a checkpoint only."""
-        if self._callbacks is not None:
-            self._callbacks.arrays.clear()
-
     def expect(self, prefix: Path | None, callbacks: str) -> None:
         """Give callbacks the states that are about to be restored: this rank's own, or without a file given ones."""
         if prefix is not None:
             record = from_json(Path(f"{prefix}.json").read_text(encoding="utf-8"))
             callbacks = record.get("callbacks", callbacks)
-        if self._callbacks is not None:
-            self._callbacks.expect(callbacks)
+        self.callbacks.expect(callbacks)
 
     def write(
         self, prefix: Path, differing: Mapping[str, Any], partial_sums: Sequence[str]
@@ -345,7 +333,7 @@ class RankState:
                 states[name] = generator.bit_generator.state
         record = {
             "random": random_states(),
-            "callbacks": self.callbacks,
+            "callbacks": self.callbacks.text,
             "generators": states,
             "differing": list(differing),
             "parts": list(partial_sums),

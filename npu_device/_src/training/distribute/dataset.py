@@ -18,7 +18,8 @@ from npu_device._src.wording import INDIVISIBLE
 
 _log = logging.getLogger("npu_device")
 _SEEDS_COMPARED = 100  # most datasets whose seeds are compared
-_global_batches = set[int]()
+divided_batches = set[int]()
+"""The global batch sizes that this process has divided, which another number of ranks has to divide too."""
 
 
 def shard_and_rebatch_dataset(dataset: Any, global_bs: Any) -> tuple[Any, Any]:
@@ -75,7 +76,7 @@ def shard_and_rebatch_dataset(dataset: Any, global_bs: Any) -> tuple[Any, Any]:
             f"{world_size} ranks.\n"
             f"What to do: use a multiple of {world_size}, for instance {below} or {below + world_size}."
         )
-    _global_batches.add(batch_size)
+    divided_batches.add(batch_size)
     batch = batch_size // world_size
     if job is not None:
         count = tf.data.UNKNOWN_CARDINALITY
@@ -86,11 +87,6 @@ def shard_and_rebatch_dataset(dataset: Any, global_bs: Any) -> tuple[Any, Any]:
             _warn_if_uneven(count, world_size, batch)
         _compare_shuffles(job, dataset)
     return dataset.shard(world_size, rank), batch
-
-
-def divided_batches() -> set[int]:
-    """Return the global batch sizes that this process has divided, which another number of ranks has to divide too."""
-    return _global_batches
 
 
 def _warn_if_uneven(count: int, world_size: int, batch: int) -> None:

@@ -7,6 +7,7 @@ all hosts, so that an error is raised on every rank, and the hosts can be compar
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import logging
@@ -22,7 +23,6 @@ from npu_device._src import compat
 from npu_device._src.cluster.rank_errors import ClusterError, PeerError
 from npu_device._src.cluster.time_limits import LOAD_CHECK_SECONDS, LOAD_NOTICE_SECONDS
 from npu_device._src.collectives.engine_text import say
-from npu_device._src.collectives.engines.host.sharing import Offer
 from npu_device._src.training.opening.current_world import world_unless_child
 from npu_device._src.wording import amount, shortened
 from npu_device._src.world.sent_objects import packed, unpacked
@@ -86,7 +86,7 @@ def load_once(function: Callable, *arguments: Any) -> Any:
 def load(world: World, function: Callable, *arguments: Any, quiet: bool = False) -> Any:
     """Load as ``load_once`` on several ranks; ``quiet`` without the line at the start."""
     load_call = _LoadCall(world, next(world.job.component_or_new(_CallNumbers)))
-    try:
+    with load_call.offers:
         if load_call.is_loading_rank:
             load_call.publish(function, arguments)
         notes = load_call.notes()
@@ -95,8 +95,6 @@ def load(world: World, function: Callable, *arguments: Any, quiet: bool = False)
         # The memory has no name any more once all ranks have mapped it.
         with compat.eager_mode():
             world.wait()
-    finally:
-        load_call.withdraw()
     load_call.delete_note()
     if world.is_main and not quiet:
         say([_sizes_line(world, notes)])
@@ -114,7 +112,7 @@ class _LoadCall:
         self.loading_ranks = sorted(set(leaders))
         self.loading_rank = leaders[world.rank]  # on this host
         self.is_loading_rank = self.loading_rank == world.rank
-        self._offer: Offer | None = None
+        self.offers = contextlib.ExitStack()  # withdraws the memory at its end
         self._descriptions: list[str] = []  # of its arrays, for the other hosts
 
     def publish(self, function: Callable, arguments: tuple) -> None:
@@ -149,7 +147,8 @@ class _LoadCall:
         places = places_of(arrays)
         trusted = self.world.job.cluster.is_trusted
         content = packed((skeleton, [tuple(place) for place in places]), trusted)
-        self._offer, address = published(arrays, places, content)
+        offer, address = published(arrays, places, content)
+        self.offers.callback(offer.withdraw)
         # Checksums are computed for several hosts only, since a GiB takes a second.
         if len(self.loading_ranks) > 1:
             memory = memoryview(mapped(address))
@@ -232,10 +231,6 @@ class _LoadCall:
         [(skeleton, places)] = unpacked(content, [f"rank {self.loading_rank}"], trusted)
         arrays = [array_at(memory, Place(*place)) for place in places]
         return with_arrays(skeleton, lambda index, name: arrays[int(index)])
-
-    def withdraw(self) -> None:
-        if self._offer is not None:
-            self._offer.withdraw()
 
     def delete_note(self) -> None:
         """Delete the note of this rank; after an error it stays, as others may not have read it yet."""

@@ -14,6 +14,7 @@ from npu_device._src.training.distribute.groups import process
 from npu_device._src.training.distribute.reduce_values import floating
 from npu_device._src.training.distribute.synchronized_layers import note_reduced
 from npu_device._src.training.opening.current_world import current_world, world_unless_child
+from npu_device._src.training.watching import partial_sums
 
 
 @compat.do_not_convert
@@ -255,16 +256,12 @@ def metric_results(metrics: Any) -> dict[str, Any]:
     results = {}
     for metric in metrics:
         variables = list(metric.variables)
-        # The rank's own state is kept, and assigned again: later batches add to it.
-        own_states = [tf.convert_to_tensor(variable) for variable in variables]
-        try:
-            if world is not None:
-                for variable, state in zip(variables, own_states):
-                    variable.assign(world.sum_over_ranks(state))
+        states = list(map(tf.convert_to_tensor, variables))
+        if world is not None:
+            states = list(map(world.sum_over_ranks, states))
+        # The rank's own state is kept: later batches add to it.
+        with partial_sums.with_values(variables, states):
             result = metric.result()
-        finally:
-            for variable, state in zip(variables, own_states):
-                variable.assign(state)
         to_array = lambda number: tf.convert_to_tensor(number).numpy()  # noqa: E731
         results[metric.name] = tf.nest.map_structure(to_array, result)
     return results

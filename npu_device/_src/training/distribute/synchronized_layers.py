@@ -97,7 +97,6 @@ class SynchronizedLayers:
 
     def __init__(self) -> None:
         self._group = WORLD_GROUP  # group over which layers normalize
-        self._replica_context: Any = None  # TensorFlow's context, with a method of ours
         self._end_of_notes: Any = None  # ends the notes of casts
         self._searches = 0
         self._traced = weakref.WeakKeyDictionary[Any, list[str]]()
@@ -113,9 +112,8 @@ class SynchronizedLayers:
         if self._searches < _SEARCHES:
             self._searches += 1
             self._install_existing()
-        if self._replica_context is None:
-            self._replica_context = compat.default_replica_context()
-            self._replica_context.all_reduce = MethodType(_all_reduce, self._replica_context)
+        context = compat.default_replica_context()
+        context.all_reduce = MethodType(_all_reduce, context)
         if self._end_of_notes is None:
             self._end_of_notes = compat.note_casts_of_keras_variables(_note_cast)
 
@@ -171,8 +169,7 @@ class SynchronizedLayers:
             _log.warning(_TRACED_ALONE, "; ".join(places))
 
     def close(self) -> None:
-        if self._replica_context is not None:
-            vars(self._replica_context).pop("all_reduce", None)
+        vars(compat.default_replica_context()).pop("all_reduce", None)
         if self._end_of_notes is not None:
             self._end_of_notes()
 

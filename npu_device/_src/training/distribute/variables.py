@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
+import itertools
 import logging
 import zlib
 from collections.abc import Iterator, Sequence
@@ -254,22 +256,15 @@ def shares(variables: Sequence, count: int) -> list[range]:
         if shape.rank:
             size = tf.as_dtype(variable.dtype).size * (shape.num_elements() or 0)
         weights.append(size)
-    total = sum(weights)
-    bytes_taken = 0  # bytes of the runs so far
+    ends = list(itertools.accumulate(weights))
+    # Half of a variable decides, so that a run ends where it is nearest to its goal.
+    middles = [end - weight / 2 for end, weight in zip(ends, weights)]
     start = 0
     runs = []
-    for run in range(count):
-        later_runs = count - run - 1
-        goal = total * (run + 1) / count
-        end = start + 1
-        bytes_taken += weights[start]
-        # Each later run needs a variable, and the last run takes all that there are.
-        # Half of the next variable decides, so that a run ends where it is nearest to its goal.
-        while end < len(variables) - later_runs and (
-            not later_runs or bytes_taken + weights[end] / 2 <= goal
-        ):
-            bytes_taken += weights[end]
-            end += 1
+    for run in range(1, count + 1):
+        nearest = bisect.bisect_right(middles, ends[-1] * run / count)
+        # Each later run needs a variable, too.
+        end = min(max(start + 1, nearest), len(variables) - count + run)
         runs.append(range(start, end))
         start = end
     return runs
@@ -277,8 +272,8 @@ def shares(variables: Sequence, count: int) -> list[range]:
 
 # Layers hold more than variables, which is compared, not sent: tables, what they adapted to, constant tensors.
 
-# Attributes that only ``adapt`` reads: samples that differ may well give the same result.
-_WHILE_ADAPTING = ("summary",)
+# The attribute that only ``adapt`` reads: samples that differ may well give the same result.
+_WHILE_ADAPTING = "summary"
 
 # What to call an attribute in a message, and its checksum, by its name.
 State = dict[str, tuple[str, int]]
@@ -325,7 +320,7 @@ def state_of(layer: Any, constants: bool = True) -> State:
             # The tables of a vocabulary also have counts of what the layer has adapted to.
             if "vocabulary" not in state:
                 state[name] = _table_state(value)
-        elif (constants or adapts) and name not in _WHILE_ADAPTING:
+        elif (constants or adapts) and name != _WHILE_ADAPTING:
             array = _array(value, lists=adapts)
             if array is not None:
                 state[name] = f"{array.dtype} {list(array.shape)}", checksum(array)

@@ -34,7 +34,6 @@ from npu_device._src.training.watching.posted_sums import PostedSums
 from npu_device._src.training.watching.same_samples import Pair
 from npu_device._src.training.watching.schedule import NEVER, can_compare, next_look
 from npu_device._src.training.watching.watched_optimizer import (
-    Applied,
     WatchedOptimizer,
     arrays_of,
     smallest,
@@ -89,7 +88,7 @@ class AppliedGradients:
         variables = (value for value in values if hasattr(value, "assign"))
         self._averaged.update(id(compat.inner_variable(variable)) for variable in variables)
         for watched in self._watched.values():
-            is_undecided = watched.applied is Applied.UNKNOWN
+            is_undecided = watched.is_reduced is None
             if is_undecided and (watched.posted or not tf.executing_eagerly()):
                 # An error of the watch itself must not end a training run.
                 with contextlib.suppress(Exception):
@@ -100,10 +99,8 @@ class AppliedGradients:
     def leaves_unreduced(self, variable: Any) -> bool:
         """Return whether an optimizer has applied gradients to a variable that aren't known to be reduced."""
         key = id(compat.inner_variable(variable))
-        for watched in self._watched.values():
-            if key in watched.trained and watched.applied is not Applied.REDUCED:
-                return True
-        return False
+        optimizers = self._watched.values()
+        return any(key in watched.trained and not watched.is_reduced for watched in optimizers)
 
     # What an optimizer applies
 
@@ -113,7 +110,7 @@ class AppliedGradients:
         watched = self._watched.get(optimizer)
         if watched is None or not tf.executing_eagerly() or watched.schedule.is_due():
             return False
-        if watched.start is not None and watched.applied is Applied.REDUCED:
+        if watched.start is not None and watched.is_reduced:
             return False
         self._pair = None
         self._reduced_count = 0
@@ -133,8 +130,8 @@ class AppliedGradients:
         unreduced = []
         if not is_wrapped:
             unreduced = unreduced_among(step.gradients)
-        if not unreduced and watched.applied is not Applied.REDUCED:
-            watched.applied = Applied.REDUCED
+        if not (unreduced or watched.is_reduced):
+            watched.is_reduced = True
             self._last_word.add_optimizer(optimizer, step.variables)
         # In eager mode, a gradient that is no result of a reduction may still have been reduced.
         if is_wrapped or not (unreduced or tf.executing_eagerly()):
@@ -241,7 +238,7 @@ class AppliedGradients:
         """Compare the start once the loop is known to reduce: what is equal by now was broadcast after the first step,
         as Horovod's scripts do.
         """
-        if watched.start is None or watched.applied is not Applied.REDUCED:
+        if watched.start is None or not watched.is_reduced:
             return
         name, start = watched.start
         watched.start = None
@@ -272,7 +269,7 @@ class AppliedGradients:
         """Return whether what an optimizer trains is reduced itself, or by another optimizer, as in local SGD."""
         reduced = [self._averaged]
         for optimizer in self._watched.values():
-            if optimizer.applied is Applied.REDUCED:
+            if optimizer.is_reduced:
                 reduced.append(optimizer.trained)
         return any(not watched.trained.isdisjoint(variables) for variables in reduced)
 

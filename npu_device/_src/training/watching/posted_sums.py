@@ -19,7 +19,6 @@ from npu_device._src.training.watching.digests import named
 from npu_device._src.training.watching.last_word import LastWord
 from npu_device._src.training.watching.schedule import NEVER, next_look
 from npu_device._src.training.watching.watched_optimizer import (
-    Applied,
     Post,
     Sums,
     WatchedOptimizer,
@@ -72,7 +71,7 @@ class PostedSums:
         ``unreduced`` has ids and names of their variables, if other gradients of the step were reduced. Return the step
         of the next look.
         """
-        if watched.applied is not Applied.UNKNOWN or self._job.health.is_over or not arrays:
+        if watched.is_reduced is not None or self._job.health.is_over or not arrays:
             return NEVER
         earlier = watched.posted
         signature = f"{len(arrays)} gradients of {watched.signature}"
@@ -89,9 +88,9 @@ class PostedSums:
             # A rank that is behind may not have posted yet.
             if distinct:
                 self._judge(watched, earlier, distinct)
-            if watched.applied is Applied.UNREDUCED:
+            if watched.is_reduced is False:
                 self._warn(watched, signature, step, unreduced, distinct)
-            if watched.applied is Applied.UNKNOWN and step < _LAST_LOOK:
+            if watched.is_reduced is None and step < _LAST_LOOK:
                 return next_look(step, step)
         return NEVER
 
@@ -116,9 +115,9 @@ class PostedSums:
         """Note whether the gradients were reduced, given for each rank the sums that no other rank has."""
         # If these were reduced, the other ranks have posted theirs by now.
         if earlier.sums not in distinct[self._job.cluster.rank]:
-            watched.applied = Applied.REDUCED
+            watched.is_reduced = True
         elif all(distinct) and not self._may_be_averaged_later(watched):
-            watched.applied = Applied.UNREDUCED
+            watched.is_reduced = False
 
     def _warn(
         self,
@@ -164,17 +163,15 @@ def _distinct(sums_by_rank: SumsByRank) -> SumsByRank:
     for rank, own_sums in enumerate(sums_by_rank):
         sums_of_others = itertools.chain(*sums_by_rank[:rank], *sums_by_rank[rank + 1 :])
         foreign = list(map(np.array, sums_of_others))
-        alone = []
-        for sums in own_sums:
-            if not any(_are_alike(np.array(sums), other_sums) for other_sums in foreign):
-                alone.append(sums)
-        distinct.append(alone)
+        distinct.append([sums for sums in own_sums if not _is_among(np.array(sums), foreign)])
     return distinct
 
 
-def _are_alike(sums: np.ndarray, foreign: np.ndarray) -> bool:
-    if sums.shape != foreign.shape:
-        return False
-    # Relative to the larger sum of absolute values, since sums of both signs cancel.
-    tolerance = _ROUNDING_TOLERANCE * np.maximum(sums, foreign)[:, 1:]
-    return bool(np.all(np.abs(sums - foreign) <= tolerance))
+def _is_among(sums: np.ndarray, foreign: list[np.ndarray]) -> bool:
+    for other_sums in foreign:
+        if other_sums.shape == sums.shape:
+            # Relative to the larger sum of absolute values, since sums of both signs cancel.
+            tolerance = _ROUNDING_TOLERANCE * np.maximum(sums, other_sums)[:, 1:]
+            if np.all(np.abs(sums - other_sums) <= tolerance):
+                return True
+    return False

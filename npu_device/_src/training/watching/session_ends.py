@@ -36,8 +36,8 @@ _ENDED_APART = (
     f"the ranks ended with different values for %s\nLikely cause: {CAUSES}\nWhat to do: {REMEDY}"
 )
 
-# References to the variables of a graph that are equal on all ranks, by the names of their operations.
-_Variables = dict[str, weakref.ref[Any]]
+# The variables of a graph that are equal on all ranks, by the names of their operations.
+_Variables = weakref.WeakValueDictionary[str, Any]
 
 
 class SessionEnds:
@@ -57,9 +57,9 @@ class SessionEnds:
             if graph is None:
                 continue
             if graph not in self._graphs:
-                self._graphs[graph] = {}
+                self._graphs[graph] = weakref.WeakValueDictionary()
                 self._numbers[graph] = next(self._next_number)
-            self._graphs[graph].setdefault(variable.op.name, weakref.ref(variable))
+            self._graphs[graph].setdefault(variable.op.name, variable)
 
     def compare(self, session: Any) -> None:
         """Compare the variables of a session that ends on all ranks; the last rank to come warns."""
@@ -105,12 +105,8 @@ class SessionEnds:
 
 def _to_be_equal(noted: _Variables) -> Iterator:
     """Yield the trainable variables of a graph and their slots; others, as moving statistics, may differ."""
-    variables = {}
-    for name, reference in noted.items():
-        variable = reference()
-        # A variable lives as long as its graph, unless the script has taken it out.
-        if variable is not None:
-            variables[name] = variable
+    # A variable lives as long as its graph, unless the script has taken it out.
+    variables = dict(noted.items())
     trained = {name for name, variable in variables.items() if variable.trainable}
     for name, variable in variables.items():
         words = name.split("/")

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Callable, NamedTuple
+from typing import Callable
 
 import numpy as np
 import tensorflow as tf
@@ -66,9 +65,9 @@ def reduce_compared(world: World, gradients: Sequence, reduce: Callable[[], list
         note_equal(world, variables)
     name = f"session {len(graphs) + 1}"
     graphs.append(name)
-    comparison = _Comparison(world.job, name, list(map(variable_name, variables)))
+    compare_if_due = _comparing(world.job, name, list(map(variable_name, variables)))
     steps = SessionSteps(name)
-    looked = steps.call_when_due(comparison.compare_if_due, lambda: list(map(value_of, variables)))
+    looked = steps.call_when_due(compare_if_due, lambda: list(map(value_of, variables)))
     with tf.control_dependencies([looked]):
         reduced = reduce()
     # One of the results, which the update needs, counts the step.
@@ -89,46 +88,38 @@ def _variables_of(gradients: Sequence) -> list:
     return as_many_as_gradients(gradients, tf.compat.v1.trainable_variables())
 
 
-class _Look(NamedTuple):
-    steps: int  # number of steps that were over
-    checksums: list[int]
+def _comparing(job: Job, name: str, names: Sequence[str]) -> Callable[..., int]:
+    """Return a function that compares the variables of a graph, in all of its sessions."""
+    # By session, the number of steps that were over in the latest look, and the checksums.
+    looks: dict[int, tuple[int, list[int]]] = {}
 
-
-@dataclass
-class _Comparison:
-    """The comparison of the variables of a graph, in all of its sessions."""
-
-    job: Job
-    name: str
-    names: Sequence[str]
-    # The latest look in each session.
-    looks: dict[int, _Look] = field(default_factory=dict)
-
-    def compare_if_due(self, session: int, steps: int, *arrays: np.ndarray) -> int:
+    def compare_if_due(session: int, steps: int, *arrays: np.ndarray) -> int:
         """Compare the variables after some steps of a session; return after how many steps to compare them next."""
         checksums = list(map(checksum, arrays))
-        label = f"{self.name}, start {session}"
+        label = f"{name}, start {session}"
         if steps == 0:
-            error = different_start(self.job, label, self.names, _HOOK, checksums)
+            error = different_start(job, label, names, _HOOK, checksums)
             if error:
                 raise RuntimeError(error)
-        elif session in self.looks:
+        elif session in looks:
             # Without the comparison before it, a drift couldn't be told from a different start.
-            earlier = self.looks[session]
+            earlier_steps, earlier_checksums = looks[session]
             text = posted_differences(
-                self.job,
+                job,
                 f"{label}, step {steps}",
-                self.names,
-                [checksums, earlier.checksums],
+                names,
+                [checksums, earlier_checksums],
                 # Variables that differed earlier were reported then.
                 lambda equal: equal[1] & ~equal[0],
             )
             if text:
-                _log.warning(_DRIFTED, steps, earlier.steps, text)
-        self.looks[session] = _Look(steps, checksums)
-        if len(self.looks) > _MOST_SESSIONS:
-            del self.looks[min(self.looks)]
+                _log.warning(_DRIFTED, steps, earlier_steps, text)
+        looks[session] = steps, checksums
+        if len(looks) > _MOST_SESSIONS:
+            del looks[min(looks)]
         return _next_look(steps)
+
+    return compare_if_due
 
 
 def _next_look(steps: int) -> int:

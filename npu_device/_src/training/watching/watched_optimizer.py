@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import sys
 import weakref
 from collections.abc import Iterable, Sequence
@@ -23,14 +22,6 @@ Sums = list[list[float]]
 """For each gradient its sum, and that of its absolute values."""
 
 
-class Applied(enum.Enum):
-    """The gradients that an optimizer applies, as far as is known."""
-
-    REDUCED = enum.auto()
-    UNREDUCED = enum.auto()
-    UNKNOWN = enum.auto()
-
-
 class Post(NamedTuple):
     """The sums of the gradients of a step, as a rank has posted them."""
 
@@ -44,6 +35,7 @@ class WatchedOptimizer:
     Attributes:
         signature: what it trains, the same on every rank.
         trained: the ids of its variables.
+        is_reduced: the gradients that it applies are reduced; None while that isn't known.
         posted: the first sums that were posted; None before.
         values_before: of what XLA trains, before its first step.
         start: the name and checksums of an eager loop's variables before its first step, until they are compared.
@@ -60,17 +52,16 @@ class WatchedOptimizer:
         self.trained = {id(compat.inner_variable(variable)) for variable in variables}
         self.schedule = Schedule(job.device("CPU"), first_look)
         self.samples = SameSamples(job)
-        self.applied = Applied.UNKNOWN
+        self.is_reduced: Optional[bool] = None
         self.posted: Optional[Post] = None
         self.values_before: list[np.ndarray] = []
         self.start: Optional[tuple[str, list[int]]] = None
         # Weak, since looking at a model must not keep it.
-        self._variables = list(map(weakref.ref, variables))
+        self._variables = weakref.WeakValueDictionary(enumerate(variables))
 
     def living(self) -> list:
         """Return the variables that still exist."""
-        variables = [reference() for reference in self._variables]
-        return [variable for variable in variables if variable is not None]
+        return list(self._variables.values())
 
 
 def smallest(gradients: Iterable) -> list:
