@@ -16,7 +16,7 @@ from npu_device._src.cluster.rank_errors import ClusterError
 from npu_device._src.collectives.engines.host.mpi_messages import open_world
 from npu_device._src.collectives.gpu_choice import why_no_nccl
 from npu_device._src.collectives.hosts_of_job import JobHosts
-from npu_device._src.collectives.job import Job, on_exit
+from npu_device._src.collectives.job import Job
 from npu_device._src.membership import launchers
 
 _log = logging.getLogger("npu_device")
@@ -54,7 +54,7 @@ def _problems_of_nccl(job: Job, hosts: JobHosts) -> Sequence[str]:
 
 
 def _problems_of_mpi(job: Job, _: JobHosts) -> Sequence[str]:
-    problems = open_world(job, environment.NPU_DEVICE_BACKEND.get() == "mpi", on_exit)
+    problems = open_world(job, environment.NPU_DEVICE_BACKEND.get() == "mpi")
     return job.cluster.lines({rank: problem for rank, problem in enumerate(problems) if problem})
 
 

@@ -124,7 +124,6 @@ class Job(EngineContext):
 
 _current: Job | None = None
 _closed_by: int | None = None
-_at_exit: list[Callable[[], None]] = []
 
 
 def current() -> Job | None:
@@ -160,7 +159,7 @@ def start(
     _current = Job(cluster, channel, serves_others, secret)
     _current.health.start()
     # Python's exit closes the job if the script never calls ``close``.
-    atexit.register(_exit)
+    atexit.register(_exit, _current.at_exit)
     _log.info("rank %d of %d on host %s is ready", cluster.rank, cluster.world_size, cluster.host)
     return _current
 
@@ -194,22 +193,12 @@ def close() -> None:
         job.leave()
 
 
-def on_exit(callback: Callable[[], None]) -> None:
-    """Call a function when this process exits, after it has left the job; not in a forked child."""
-    # The child of a fork inherits the list, and mustn't end what the parent still uses.
-    pid = os.getpid()
-
-    def call_in_this_process() -> None:
-        if os.getpid() == pid:
-            callback()
-
-    _at_exit.append(call_in_this_process)
-
-
-def _exit() -> None:
+def _exit(callbacks: list[Callable[[], None]]) -> None:
     close()
     # Keras leaves iterators over Python code to the garbage. When such an iterator is freed, it waits for its thread,
     # which never returns while Python shuts down.
     gc.collect()
-    for callback in _at_exit:
-        callback()
+    # The child of a fork inherits the list, and mustn't end what the parent still uses.
+    if is_closed():
+        for callback in callbacks:
+            callback()
