@@ -39,6 +39,7 @@ class Job(EngineContext):
         serves_others: the others need this process until they have finished, because the hub is its child; it waits for
             them at its end.
         has_communicated: this rank has called a collective other than a barrier, or built a graph with one.
+        has_advised_bits: this rank has come to where rank 0 recommends other bits than those of float16.
         before_leaving: called with the job before this process leaves it; not in a forked child.
         groups: made by the script of this rank, by name.
         why_no_mpi: why MPI isn't used although its launcher started the ranks; "" if there is nothing to say.
@@ -54,6 +55,7 @@ class Job(EngineContext):
         super().__init__(cluster, channel, secret)
         self.serves_others = serves_others
         self.has_communicated = False
+        self.has_advised_bits = False
         self.before_leaving: list[Callable[[Job], None]] = []
         self.world_group = Group(WORLD_GROUP, tuple(range(cluster.world_size)), cluster.rank)
         self.groups: dict[str, Group] = {}

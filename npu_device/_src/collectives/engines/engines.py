@@ -313,13 +313,12 @@ class Engines:
             return self.shared_memory
         return self.by_name[hosts.engine]
 
-    def has_owners(self, group: Group, dtype: tf.DType) -> bool:
-        """Return whether the engine of a group reduces tensors of a dtype to owners."""
-        return isinstance(self.engine_for_rows(group, dtype), HostEngine)
-
-    def has_two_levels(self, group: Group, dtype: tf.DType) -> bool:
-        """Return whether the hosts of a group reduce in shared memory before they exchange."""
-        return isinstance(self.engine_for_reduction(group, dtype), TwoLevelEngine)
+    def has_owners(self, group: Group, dtypes: Iterable[tf.DType]) -> bool:
+        """Return whether the engine of a group has ``reduce_to_owners`` for some dtypes: in shared memory, and through
+        TCP and MPI.
+        """
+        engines = [self.engine_for_rows(group, dtype) for dtype in dtypes]
+        return all(isinstance(engine, HostEngine) for engine in engines)
 
     def forget(self, name: str) -> None:
         """Free what is held for a group that is destroyed, and for the groups made for its calls."""

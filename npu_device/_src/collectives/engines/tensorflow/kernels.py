@@ -151,7 +151,7 @@ class Kernels:
         With NCCL all rows go to all ranks: there, with one GPU per process, TensorFlow 2.20 returns a rank its own
         rows. Seen on an H200; no upstream issue is known.
         """
-        if self.uses_nccl(tensor.dtype):
+        if self._context.hosts.uses_nccl(tensor.dtype):
             gathered = self.all_gather(tensor, group)
             shape = tf.concat([[group.size], tf.shape(tensor)], 0)
             rows = tf.reshape(gathered, shape)
@@ -176,10 +176,6 @@ class Kernels:
                 self.sequence_of(group).touch()
         return result
 
-    def uses_nccl(self, dtype: tf.DType) -> bool:
-        """Return whether tensors of a dtype go from GPU to GPU."""
-        return self._context.hosts.uses_nccl(dtype)
-
     def sequence_of(self, group: Group) -> KeySequence:
         """Return the keys of a group."""
         return self._sequences.of(group, lambda _: KeySequence(self._context.device("CPU")))
@@ -195,8 +191,12 @@ class Kernels:
         # The stall watch learns from when to when it runs: a rank that stops in it would not be missed before the next
         # agreement, which the others never reach.
         cpu = self._context.device("CPU")
-        device = self._device(tensor.dtype)
-        is_gpu = device != cpu
+        device = cpu
+        hint = "auto"
+        is_gpu = self._context.hosts.uses_nccl(tensor.dtype)
+        if is_gpu:
+            device = self._context.device("GPU")
+            hint = "nccl"
         sequence = self.sequence_of(group)
         count = self._context.counts.transfers_of(group, cpu)
         count.begin(tensor)
@@ -220,17 +220,10 @@ class Kernels:
             kernel, group_size=group.size, group_key=group.key + is_gpu, instance_key=key
         )
         with tf.device(device):
-            hint = "auto"
-            if is_gpu:
-                hint = "nccl"
             result = kernel(communication_hint=hint, **order)
         count.end(result)
         sequence.note(call, result)
         return result
-
-    def _device(self, dtype: tf.DType) -> str:
-        """Return the device on which tensors of a dtype travel, of the same kind on every rank."""
-        return self._context.device("GPU" if self.uses_nccl(dtype) else "CPU")
 
     def _order_of_nccl(self) -> tf.Tensor:
         """Return the resource by which TensorFlow orders all collectives that use NCCL.
