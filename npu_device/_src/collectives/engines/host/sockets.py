@@ -178,13 +178,12 @@ class SocketMesh(MessageChannel):
         purpose: int = 0,
     ) -> None:
         super().__init__(context, group)
-        self._peers = context.peers
         self._stream_id = group.digest ^ purpose
         self._spins = context.has_own_core
         # All directions share one, so that waiting for one message advances the others.
         self._busy = Busy()
         other_members = self.other_members(self.rank)
-        direction = partial(Direction, self._busy, self._peers)
+        direction = partial(Direction, self._busy, context.peers)
         self._outgoing = {
             member: direction(group.ranks[member], True) for member in targets or other_members
         }

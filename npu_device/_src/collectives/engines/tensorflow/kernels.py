@@ -191,12 +191,8 @@ class Kernels:
         # The stall watch learns from when to when it runs: a rank that stops in it would not be missed before the next
         # agreement, which the others never reach.
         cpu = self._context.device("CPU")
-        device = cpu
-        hint = "auto"
-        is_gpu = self._context.hosts.uses_nccl(tensor.dtype)
-        if is_gpu:
-            device = self._context.device("GPU")
-            hint = "nccl"
+        device = self._device(tensor.dtype)
+        is_gpu = device != cpu
         sequence = self.sequence_of(group)
         count = self._context.counts.transfers_of(group, cpu)
         count.begin(tensor)
@@ -220,10 +216,17 @@ class Kernels:
             kernel, group_size=group.size, group_key=group.key + is_gpu, instance_key=key
         )
         with tf.device(device):
+            hint = "auto"
+            if is_gpu:
+                hint = "nccl"
             result = kernel(communication_hint=hint, **order)
         count.end(result)
         sequence.note(call, result)
         return result
+
+    def _device(self, dtype: tf.DType) -> str:
+        """Return the device on which tensors of a dtype travel, of the same kind on every rank."""
+        return self._context.device("GPU" if self._context.hosts.uses_nccl(dtype) else "CPU")
 
     def _order_of_nccl(self) -> tf.Tensor:
         """Return the resource by which TensorFlow orders all collectives that use NCCL.
