@@ -21,7 +21,6 @@ from mpi_ranks import MpiPool
 from pool import Pool
 from ranks import all_through
 
-from npu_device._src.collectives.agreed_engine import has_owners
 from npu_device._src.collectives.engines.engines import TwoLevelEngine
 from npu_device._src.collectives.engines.host.memory_ring import Layout
 from npu_device._src.collectives.group import Group
@@ -67,7 +66,7 @@ def body_owners(graph: bool, same_bits: bool, alone: bool = False) -> list[str]:
     job, group = bodies.group("world")
     if alone:
         group = Group(f"rank {group.rank}", (group.rank,), 0)
-    assert has_owners(job, group, [tf.float32, tf.int32])
+    assert job.engines.has_owners(group, [tf.float32, tf.int32])
     wrong = []
     for number, (dtype, compression, kind) in enumerate(KINDS):
         is_first = number == 0

@@ -19,10 +19,10 @@ from npu_device._src.collectives.dtypes import FOLDS
 from npu_device._src.collectives.engines.host import transfer_rounds
 from npu_device._src.collectives.engines.host.buffers import ALIGNMENT, BufferPool
 from npu_device._src.collectives.engines.host.channel import Stream
-from npu_device._src.collectives.engines.host.memory_ring import Layout, MemoryRing, has_counters
+from npu_device._src.collectives.engines.host.memory_ring import Layout, MemoryRing, is_supported
 from npu_device._src.collectives.engines.host.queue import ArrayTransfer, HostQueue, StartedTransfer
 
-pytestmark = pytest.mark.skipif(not has_counters(), reason="needs Linux on x86-64")
+pytestmark = pytest.mark.skipif(not is_supported(), reason="needs Linux on x86-64")
 
 SLOT = Layout(2).slot_bytes
 

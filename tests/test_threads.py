@@ -429,7 +429,7 @@ def body_names_without_end() -> int:
         thread.start()
         thread.join(60)
         assert float(called[0]) == npu.distribute.size()
-    return current().threads.remembered_callers()
+    return len(current().threads._numbers_of_callers)
 
 
 def test_nothing_grows_with_the_names_of_threads(several_ranks: Pool) -> None:

@@ -7,7 +7,7 @@ ends long before backward produces the first one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Callable, Optional, Union
 
 import tensorflow as tf
@@ -53,8 +53,7 @@ class AgreedEngine:
             return gradient_engine.all_reduce([upstream], reduction, wire)[0]
 
         results: list[TensorList] = [[]] * len(segments)
-        for (sent_dtype, _), positions in self._positions_by_call(segments, wire).items():
-            lists = [segments[position] for position in positions]
+        for sent_dtype, positions, lists in self._calls(segments, wire):
             reduced = self._reduce(lists, reduction, sent_dtype)
             for position, tensors in zip(positions, reduced):
                 results[position] = tensors
@@ -86,8 +85,7 @@ class AgreedEngine:
         results = []
         for segment in segments:
             results.append([None] * len(segment))
-        for (sent_dtype, _), positions in self._positions_by_call(segments, wire).items():
-            lists = [segments[position] for position in positions]
+        for sent_dtype, positions, lists in self._calls(segments, wire):
             owners_there = [owners[position] for position in positions]
             engine = self._engine(lists[0][0].dtype)
             assert isinstance(engine, (HostEngine, TwoLevelEngine)), "the caller asks has_owners"
@@ -103,11 +101,11 @@ class AgreedEngine:
                         results[position][index] = next(remaining)
         return results
 
-    def _positions_by_call(
+    def _calls(
         self, segments: Sequence[Tensors], wire: Wire
-    ) -> dict[tuple[Wire, bool], list[int]]:
-        """Return the positions of segments that travel in one call of an engine, however many they are: by the dtype in
-        which they are sent, None for their own, and whether they take NCCL.
+    ) -> Iterator[tuple[Wire, list[int], list[Tensors]]]:
+        """Generate what travels in one call of an engine: the dtype in which it is sent, None for its own, and the
+        positions of the segments, and those.
         """
         by_call: dict[tuple[Wire, bool], list[int]] = {}
         for position, segment in enumerate(segments):
@@ -116,7 +114,8 @@ class AgreedEngine:
             if wire_dtype(dtype, wire) == wire:
                 sent_dtype = wire
             by_call.setdefault((sent_dtype, self.job.hosts.uses_nccl(dtype)), []).append(position)
-        return by_call
+        for (sent_dtype, _), positions in by_call.items():
+            yield sent_dtype, positions, [segments[position] for position in positions]
 
     def reduce(self, tensor: tf.Tensor, reduction: str, root: int) -> tf.Tensor:
         """Reduce a tensor to one rank; the other ranks get any values of the result's shape and dtype."""
@@ -243,13 +242,6 @@ def route_of(
         return False
     # Small data between hosts travels in the message that compares, and needs no second one.
     return fits(job, group.size, tensors)
-
-
-def has_owners(job: Job, group: Group, dtypes: Iterable[tf.DType]) -> bool:
-    """Return whether the engine of a group has ``reduce_to_owners`` for some dtypes: in shared memory, and through TCP
-    and MPI.
-    """
-    return all(job.engines.has_owners(group, dtype) for dtype in dtypes)
 
 
 # Gradients

@@ -196,10 +196,6 @@ class CallingThreads:
             )
         return overlaps or group.key in own_caller.mixed_up
 
-    def remembered_callers(self) -> int:
-        """Return for how many names of threads, in each group, the number of callers is remembered."""
-        return len(self._numbers_of_callers)
-
     def _note(self, thread: threading.Thread, group: Group, place: Place | None) -> _Caller:
         work = None
         if not is_clear(thread):

@@ -177,16 +177,13 @@ def _exchange(
     job: Job, group: Group, call: Call, in_function: bool, numbers: Sequence[int]
 ) -> list[list[int]]:
     """Gather a row of numbers from each rank, about the thread that makes a call for the first time."""
-
-    def body(engine: AgreedEngine, row: tf.Tensor) -> tf.Tensor:
-        return engine.gather(row)
-
     details = (*call.details, ("first_of_thread", "True"))
     call = replace(call, details=details, thread=calling_thread())
     try:
         with tf.init_scope(), tf.device("CPU:0"):
             row = tf.constant([numbers], tf.int64)
-            rows = Collective("first_of_thread", group, [], body, [row]).run(job, call)
+            first = Collective("first_of_thread", group, [], AgreedEngine.gather, [row])
+            rows = first.run(job, call)
     except PeerError as error:
         if not in_function:
             raise

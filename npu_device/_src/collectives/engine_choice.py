@@ -7,7 +7,6 @@ a host, ranks share memory underneath each of them, unless NCCL takes the tensor
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Callable, NamedTuple
 
@@ -16,7 +15,7 @@ from npu_device._src.cluster.rank_errors import ClusterError
 from npu_device._src.collectives.engines.host.mpi_messages import open_world
 from npu_device._src.collectives.gpu_choice import why_no_nccl
 from npu_device._src.collectives.hosts_of_job import JobHosts
-from npu_device._src.collectives.job import Job, on_exit
+from npu_device._src.collectives.job import Job
 from npu_device._src.membership import launchers
 
 _log = logging.getLogger("npu_device")
@@ -32,47 +31,46 @@ class Candidate(NamedTuple):
 
     Attributes:
         problems: called on every rank; prepares the engine, and returns why the job can't use it, in one or more lines,
-            the same on all ranks. Empty if it can.
+            the same on all ranks. "" if it can.
     """
 
     name: str  # its name in ``NPU_DEVICE_BACKEND``
     title: str
-    problems: Callable[[Job, JobHosts], Sequence[str]]
+    problems: Callable[[Job, JobHosts], str]
     remedy: str  # what to do if it has been named and can't be used
 
 
-def _problems_of_nccl(job: Job, hosts: JobHosts) -> Sequence[str]:
+def _problems_of_nccl(job: Job, hosts: JobHosts) -> str:
     problem = why_no_nccl(hosts.devices, job.cluster.hosts, environment.NPU_DEVICE_BACKEND.get())
-    if not problem and hosts.late:
-        lines = "\n".join(_late(job, hosts))
-        raise ClusterError(
-            f"NCCL needs TensorFlow's server, which can't be started:\n{lines}\nWhat to do: {_IN_TIME}."
-        )
     if problem:
-        return [f"  {problem}"]
-    return []
+        return f"  {problem}"
+    if hosts.late:
+        raise ClusterError(
+            "NCCL needs TensorFlow's server, which can't be started:\n"
+            f"{_late(job, hosts)}\nWhat to do: {_IN_TIME}."
+        )
+    return ""
 
 
-def _problems_of_mpi(job: Job, _: JobHosts) -> Sequence[str]:
-    problems = open_world(job, environment.NPU_DEVICE_BACKEND.get() == "mpi", on_exit)
-    return job.cluster.lines({rank: problem for rank, problem in enumerate(problems) if problem})
+def _problems_of_mpi(job: Job, _: JobHosts) -> str:
+    problems = open_world(job, environment.NPU_DEVICE_BACKEND.get() == "mpi")
+    lines = job.cluster.lines({rank: problem for rank, problem in enumerate(problems) if problem})
+    return "\n".join(lines)
 
 
-def _problems_of_server(job: Job, hosts: JobHosts) -> Sequence[str]:
+def _problems_of_server(job: Job, hosts: JobHosts) -> str:
     # Ranks of one host don't need the network.
-    if hosts.share_memory:
-        return []
+    if hosts.share_memory or not hosts.late:
+        return ""
     return _late(job, hosts)
 
 
-def _late(job: Job, hosts: JobHosts) -> Sequence[str]:
-    if not hosts.late:
-        return []
+def _late(job: Job, hosts: JobHosts) -> str:
     names = ", ".join(map(job.cluster.name_of, hosts.late))
-    return [
+    return (
         f"  TensorFlow has been used before npu.open() on {names}: its devices exist, and its server must be started "
         "before that."
-    ]
+    )
 
 
 CANDIDATES = (
@@ -96,7 +94,7 @@ CANDIDATES = (
         _problems_of_server,
         f"What to do: {_IN_TIME}; or set NPU_DEVICE_BACKEND=tcp, which can be opened at any time.",
     ),
-    Candidate("tcp", "TCP", lambda job, hosts: [], ""),
+    Candidate("tcp", "TCP", lambda job, hosts: "", ""),
 )
 """All engines, in the order in which they are tried:
 
@@ -122,12 +120,11 @@ def choose_engine(job: Job, hosts: JobHosts) -> JobHosts:
         if not problems:
             # The loop always ends here, since TCP has no problems.
             break
-        lines = "\n".join(problems)
         if named:
             raise ClusterError(
-                f"NPU_DEVICE_BACKEND is {wanted}, but {engine.title} can't be used:\n{lines}\n{engine.remedy}"
+                f"NPU_DEVICE_BACKEND is {wanted}, but {engine.title} can't be used:\n{problems}\n{engine.remedy}"
             )
-        against[engine.name] = lines
+        against[engine.name] = problems
     if "tensorflow" in against and job.cluster.rank == 0:
         _log.warning(
             "TensorFlow's collectives can't be used between hosts, and all ranks use TCP:\n%s\n"
@@ -135,9 +132,7 @@ def choose_engine(job: Job, hosts: JobHosts) -> JobHosts:
             against["tensorflow"],
             _IN_TIME,
         )
-    no_nccl = ""
-    if engine.name != "nccl":
-        no_nccl = why_no_nccl(hosts.devices, job.cluster.hosts, wanted)
+    no_nccl = why_no_nccl(hosts.devices, job.cluster.hosts, wanted)
     # The problem matters only where an mpiexec has started the ranks: other jobs don't expect MPI.
     if "mpi" in against and launchers.read_mpi() is not None:
         job.why_no_mpi = against["mpi"].split("\n")[0].strip()

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 import tensorflow as tf
 
 from npu_device._src import environment
+from npu_device._src.collectives.engines.engines import TwoLevelEngine
 from npu_device._src.collectives.gpu_choice import UNVERIFIED
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
@@ -49,7 +50,7 @@ def explained(job: Job, group: Group) -> str:
         library = f"MPI ({job.mpi_world.library})"
     engine = {"mpi": library, "tcp": "TCP"}.get(name, "TensorFlow's ring over gRPC")
     why = "each rank has a host to itself"
-    if job.engines.has_two_levels(group, tf.float32):
+    if isinstance(job.engines.engine_for_reduction(group, tf.float32), TwoLevelEngine):
         engine = f"shared memory within each host, and {engine} between them"
         why = "hosts have several ranks"
     elif environment.NPU_DEVICE_SHARED_MEMORY.get() == "off":
@@ -87,19 +88,12 @@ def say_open_ports(job: Job) -> None:
         say([f"npu_device: {ports} (NPU_DEVICE_STATEMENT=off leaves this out)"])
 
 
-class _Float16Line:
-    """Whether the line about float16 was said; a component of the job."""
-
-    is_said = False
-
-
 def say_that_float16_may_be_slow(job: Job, group: Group) -> None:
     """Let rank 0 recommend other bits, once in a job, where Python converts what is sent between hosts."""
     engine = engine_name(job, group, [tf.float32])
-    line = job.component_or_new(_Float16Line)
-    if engine not in ("tcp", "mpi") or line.is_said:
+    if engine not in ("tcp", "mpi") or job.has_advised_bits:
         return
-    line.is_said = True
+    job.has_advised_bits = True
     if job.cluster.rank == 0:
         # These figures were measured through TCP between two namespaces, with 16 MB in four segments.
         say(

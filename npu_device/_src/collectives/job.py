@@ -39,6 +39,7 @@ class Job(EngineContext):
         serves_others: the others need this process until they have finished, because the hub is its child; it waits for
             them at its end.
         has_communicated: this rank has called a collective other than a barrier, or built a graph with one.
+        has_advised_bits: this rank has come to where rank 0 recommends other bits than those of float16.
         before_leaving: called with the job before this process leaves it; not in a forked child.
         groups: made by the script of this rank, by name.
         why_no_mpi: why MPI isn't used although its launcher started the ranks; "" if there is nothing to say.
@@ -55,6 +56,7 @@ class Job(EngineContext):
         self.serves_others = serves_others
         self.has_communicated = False
         self.reductions = 0  # what this rank has reduced, each list counted once
+        self.has_advised_bits = False
         self.before_leaving: list[Callable[[Job], None]] = []
         self.world_group = Group(WORLD_GROUP, tuple(range(cluster.world_size)), cluster.rank)
         self.groups: dict[str, Group] = {}
@@ -125,7 +127,6 @@ class Job(EngineContext):
 
 _current: Job | None = None
 _closed_by: int | None = None
-_at_exit: list[Callable[[], None]] = []
 
 
 def current() -> Job | None:
@@ -161,7 +162,7 @@ def start(
     _current = Job(cluster, channel, serves_others, secret)
     _current.health.start()
     # Python's exit closes the job if the script never calls ``close``.
-    atexit.register(_exit)
+    atexit.register(_exit, _current.at_exit)
     _log.info("rank %d of %d on host %s is ready", cluster.rank, cluster.world_size, cluster.host)
     return _current
 
@@ -195,22 +196,12 @@ def close() -> None:
         job.leave()
 
 
-def on_exit(callback: Callable[[], None]) -> None:
-    """Call a function when this process exits, after it has left the job; not in a forked child."""
-    # The child of a fork inherits the list, and mustn't end what the parent still uses.
-    pid = os.getpid()
-
-    def call_in_this_process() -> None:
-        if os.getpid() == pid:
-            callback()
-
-    _at_exit.append(call_in_this_process)
-
-
-def _exit() -> None:
+def _exit(callbacks: list[Callable[[], None]]) -> None:
     close()
     # Keras leaves iterators over Python code to the garbage. When such an iterator is freed, it waits for its thread,
     # which never returns while Python shuts down.
     gc.collect()
-    for callback in _at_exit:
-        callback()
+    # The child of a fork inherits the list, and mustn't end what the parent still uses.
+    if is_closed():
+        for callback in callbacks:
+            callback()

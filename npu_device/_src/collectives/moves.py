@@ -35,9 +35,7 @@ def all_gather(job: Job, tensor: tf.Tensor, group: Group) -> tf.Tensor:
         gathered = engine.gather(tf.reshape(tensor, [1, -1]))
         return with_first_dimension(gathered, tensor, lambda rows: rows * group.size)
 
-    def result_specs() -> tf.TensorSpec:
-        return spec_with_first_dimension(tensor, lambda rows: rows * group.size)
-
+    result_specs = partial(spec_with_first_dimension, tensor, lambda rows: rows * group.size)
     collective = Collective("all_gather", group, [tensor], body, result_specs=result_specs)
     return collective.run(job)
 
@@ -51,12 +49,6 @@ def all_gather_v(job: Job, tensor: tf.Tensor, group: Group, purpose: str = "") -
     require_first_dimension("all_gather_v", tensor)
     require_bits(tensor.dtype)
 
-    def body(engine: AgreedEngine, tensor: tf.Tensor) -> tf.Tensor:
-        return gather_ragged(engine, tensor)
-
-    def result_specs() -> tf.TensorSpec:
-        return spec_with_first_dimension(tensor, lambda _: None)
-
     details = {}
     if purpose:
         details = {"purpose": purpose}
@@ -64,8 +56,8 @@ def all_gather_v(job: Job, tensor: tf.Tensor, group: Group, purpose: str = "") -
         "all_gather_v",
         group,
         [tensor],
-        body,
-        result_specs=result_specs,
+        gather_ragged,
+        result_specs=partial(spec_with_first_dimension, tensor, lambda _: None),
         details=details,
         is_ragged=True,
     )

@@ -159,7 +159,7 @@ def broadcast_from_owners(
     """
     if not tensors:
         return []
-    specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
+    specs = _specs_of(tensors)
     owned = [tensor for tensor, owner in zip(tensors, owners) if owner == group.rank]
 
     def body(engine: AgreedEngine, *inputs: tf.Tensor) -> TensorList:
@@ -212,14 +212,15 @@ def broadcast(job: Job, tensors: Sequence[tf.Tensor], root_rank: int, group: Gro
         received = engine.broadcast(tensors, [root_rank] * len(tensors))
         return differentiable(received, backward, tensors)
 
-    def result_specs() -> list[tf.TensorSpec]:
-        return [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
-
     details = {"root_rank": root_rank}
     collective = Collective(
-        "broadcast", group, tensors, body, result_specs=result_specs, details=details
+        "broadcast", group, tensors, body, None, lambda: _specs_of(tensors), details
     )
     return collective.run(job)
+
+
+def _specs_of(tensors: TensorsOrSpecs) -> list[tf.TensorSpec]:
+    return [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
 
 
 def barrier(job: Job, group: Group) -> tf.Tensor:

@@ -117,7 +117,7 @@ def reduce_list(
     segment depends only on its own tensors, so it starts as soon as backward has produced them.
 
     With ``owners``, the rank of the group to which each value belongs, a rank gets only its own results, and None for
-    other tensors; see ``agreed_engine.has_owners``.
+    other tensors; see ``Engines.has_owners``.
     """
     tensors = list(map(_to_tensor, tensors))
     tracer = None

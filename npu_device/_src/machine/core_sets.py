@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 from npu_device._src.machine.topology import Core, Machine
@@ -22,14 +23,13 @@ def core_sets(machine: Machine, ranks: int, binding: str) -> list[CoreSet]:
     Raises:
         ValueError: the cores, or the domains that a set must not cross, can't be divided among the ranks.
     """
-    level = binding
-    if binding == AUTO:
-        level = _widest(machine, ranks)
-    if level == NONE or ranks == 1:
+    if binding == NONE or ranks == 1:
         return []
+    if binding == AUTO:
+        return _widest_sets(machine, ranks)
     # The domain of ``core`` is the whole host.
-    domains = machine.domains(level)
-    noun = _DOMAINS.get(level, "host")
+    domains = machine.domains(binding)
+    noun = _DOMAINS.get(binding, "host")
     if ranks % len(domains):
         raise ValueError(
             f"--bind-to {binding}: {counted(ranks, 'rank')} can't be divided equally among the "
@@ -51,16 +51,13 @@ def core_sets(machine: Machine, ranks: int, binding: str) -> list[CoreSet]:
     return sets
 
 
-def _widest(machine: Machine, ranks: int) -> str:
-    """Return the widest level with several domains, among which the ranks can be divided; ``none`` without any."""
+def _widest_sets(machine: Machine, ranks: int) -> list[CoreSet]:
+    """Return the sets of the widest level with several domains, among which the ranks can be divided; none without."""
     for level in ("socket", "numa", "l3cache"):
-        domains = machine.domains(level)
-        # Every domain takes the same number of ranks.
-        share = ranks // len(domains)
-        is_divisible = ranks % len(domains) == 0 and share <= min(map(len, domains))
-        if len(domains) > 1 and is_divisible:
-            return level
-    return NONE
+        if len(machine.domains(level)) > 1:
+            with contextlib.suppress(ValueError):
+                return core_sets(machine, ranks, level)
+    return []
 
 
 def cpus_of(core_set: CoreSet) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 from npu_device._src.cluster.control_channel import ControlChannel
 from npu_device._src.cluster.description import Cluster
@@ -31,6 +32,7 @@ class EngineContext:
         cores: this rank's share of the cores of its host, 1 or more; set when TensorFlow's threads are divided.
         has_own_core: that share is a whole core or more, not less; set at the same time.
         most_message_bytes: the most data of a rank that travel in the message that compares a call.
+        at_exit: called when this process exits, after it has left the job; not in a forked child.
         making: held by whoever makes one of the objects that exist once per rank, each at its first use.
     """
 
@@ -49,6 +51,7 @@ class EngineContext:
         self.cores = 1
         self.has_own_core = False
         self.most_message_bytes = _MOST_MESSAGE_BYTES
+        self.at_exit: list[Callable[[], None]] = []
         self.making = threading.RLock()
 
     def device(self, device_type: str) -> str:

@@ -248,24 +248,16 @@ def _ring_of(context: EngineContext, group: Group) -> MemoryRing:
 
 
 def _queue_of(
-    context: EngineContext,
-    connect: Connect,
-    background_from: Callable[[EngineContext], int],
-    group: Group,
+    context: EngineContext, connect: Connect, background_from: int, group: Group
 ) -> HostQueue:
     """Return the queue of a group, given what makes its channel when its first transfer runs, and from how many bytes a
     transfer goes to the background.
     """
-    channel = partial(connect, context, group)
-    counts = context.counts.of(group)
-    return HostQueue(channel, counts, context.buffers, background_from(context))
-
-
-def _background_from(context: EngineContext) -> int:
     # Long transfers proceed while TensorFlow computes, unless they would take its only core from it.
-    if context.cores > 1:
-        return _BACKGROUND_FROM_BYTES
-    return sys.maxsize
+    if context.cores == 1 and background_from:
+        background_from = sys.maxsize
+    channel = partial(connect, context, group)
+    return HostQueue(channel, context.counts.of(group), context.buffers, background_from)
 
 
 class Engines:
@@ -283,14 +275,14 @@ class Engines:
         self._context = context
         graph_orders = GraphOrders(context)
 
-        def engine(connect: Connect, background_from: Callable[[EngineContext], int]) -> HostEngine:
+        def engine(connect: Connect, background_from: int) -> HostEngine:
             return HostEngine(graph_orders, partial(_queue_of, context, connect, background_from))
 
-        self.shared_memory = engine(_ring_of, _background_from)
-        self.messages = engine(SmallMessages, lambda _: sys.maxsize)
+        self.shared_memory = engine(_ring_of, _BACKGROUND_FROM_BYTES)
+        self.messages = engine(SmallMessages, sys.maxsize)
         # These send segments in the background, whatever their size: TensorFlow computes meanwhile.
-        mpi = engine(MpiMessages, lambda _: 0)
-        tcp = engine(SocketMesh, lambda _: 0)
+        mpi = engine(MpiMessages, 0)
+        tcp = engine(SocketMesh, 0)
         self.pairs = Pairs(graph_orders, partial(PairQueue, context))
         self.tensorflow = TensorFlowEngine(context)
         # The keys are the values of NPU_DEVICE_BACKEND.
@@ -321,13 +313,12 @@ class Engines:
             return self.shared_memory
         return self.by_name[hosts.engine]
 
-    def has_owners(self, group: Group, dtype: tf.DType) -> bool:
-        """Return whether the engine of a group reduces tensors of a dtype to owners."""
-        return isinstance(self.engine_for_rows(group, dtype), HostEngine)
-
-    def has_two_levels(self, group: Group, dtype: tf.DType) -> bool:
-        """Return whether the hosts of a group reduce in shared memory before they exchange."""
-        return isinstance(self.engine_for_reduction(group, dtype), TwoLevelEngine)
+    def has_owners(self, group: Group, dtypes: Iterable[tf.DType]) -> bool:
+        """Return whether the engine of a group has ``reduce_to_owners`` for some dtypes: in shared memory, and through
+        TCP and MPI.
+        """
+        engines = [self.engine_for_rows(group, dtype) for dtype in dtypes]
+        return all(isinstance(engine, HostEngine) for engine in engines)
 
     def forget(self, name: str) -> None:
         """Free what is held for a group that is destroyed, and for the groups made for its calls."""

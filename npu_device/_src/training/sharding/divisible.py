@@ -8,7 +8,6 @@ from typing import Any
 import tensorflow as tf
 
 from npu_device._src import compat, environment
-from npu_device._src.collectives.agreed_engine import has_owners
 from npu_device._src.gradients.reduction import ReductionOptions, compared_with_one_process
 from npu_device._src.training.sharding.divided_update import DividedUpdate
 from npu_device._src.training.sharding.optimizer_methods import install_methods
@@ -70,7 +69,7 @@ def _why_not(world: World, optimizer: Any, options: ReductionOptions, accumulate
         return f"the reduction is {options.reduction!r}; sum and mean can be divided"
     if environment.NPU_DEVICE_CHECK_GRADIENTS.get() == "on":
         return "NPU_DEVICE_CHECK_GRADIENTS=on checks the gradients of all variables together"
-    if not has_owners(world.job, world.group, _DTYPES):
+    if not world.job.engines.has_owners(world.group, _DTYPES):
         return (
             "TensorFlow's engine would send 1.5 times the bytes, and each step would take longer. Shared memory, TCP "
             "and MPI (NPU_DEVICE_BACKEND=tcp or mpi) send no more"

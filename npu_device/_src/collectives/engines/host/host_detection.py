@@ -18,7 +18,7 @@ from npu_device._src import compat, environment
 from npu_device._src.cluster.rank_errors import ClusterError
 from npu_device._src.cluster.time_limits import LATEST_ANSWER_SECONDS
 from npu_device._src.collectives.engines.context import EngineContext
-from npu_device._src.collectives.engines.host.memory_ring import has_counters
+from npu_device._src.collectives.engines.host.memory_ring import is_supported
 from npu_device._src.collectives.engines.host.sharing import PAGE, Offer, attach
 from npu_device._src.collectives.gpu_choice import Device
 from npu_device._src.collectives.hosts_of_job import JobHosts
@@ -71,11 +71,6 @@ def _wanted(rank: int) -> str:
             "What to do: set NPU_DEVICE_SHARED_MEMORY=required, and unset NPU_DEVICE_BACKEND."
         )
     return "required"
-
-
-def is_supported() -> bool:
-    """Return whether this process can share memory in this way."""
-    return has_counters() and hasattr(os, "memfd_create")
 
 
 def _announcement(leads: bool) -> tuple[dict[str, Any], Offer | None]:

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import platform
 import sys
 from collections import deque
 from collections.abc import Iterable
-from typing import Callable
+from typing import Any, Callable
 
 import numpy as np
 
@@ -44,16 +45,12 @@ _ALL = 0x7FFFFFFF
 _HALF = 1 << 31
 _MASK = (1 << 32) - 1
 
-# By architecture. On others, such as ARM, processes may see stores out of order, and Python has no memory barriers.
-_SYSTEM_CALLS = {"x86_64": 202}
+# On x86-64. On others, such as ARM, processes may see stores out of order, and Python has no memory barriers.
+_FUTEX = 202
 _longest_wait = (ctypes.c_long * 2)(0, int(CHECK_SECONDS * 1e9))  # a timespec: seconds, nanoseconds
-_futex_call_number = 0
-_system_call = None
-if sys.platform == "linux":
-    _futex_call_number = _SYSTEM_CALLS.get(platform.machine(), 0)
-if _futex_call_number:
-    _system_call = getattr(ctypes.CDLL(None), "syscall", None)
-if _system_call is not None:
+_system_call: Any = None
+if sys.platform == "linux" and platform.machine() == "x86_64":
+    _system_call = ctypes.CDLL(None).syscall
     _system_call.argtypes = [
         ctypes.c_long,
         ctypes.c_void_p,
@@ -65,9 +62,9 @@ if _system_call is not None:
 _longest_wait_address = ctypes.addressof(_longest_wait)
 
 
-def has_counters() -> bool:
-    """Return whether this machine has what the counters need: Linux on x86-64."""
-    return _system_call is not None
+def is_supported() -> bool:
+    """Return whether this process can share memory in this way: on Linux and x86-64, which the counters need."""
+    return _system_call is not None and hasattr(os, "memfd_create")
 
 
 class Counter:
@@ -81,7 +78,7 @@ class Counter:
 
     def advance_to(self, count: int) -> None:
         self._word.value = count & _MASK
-        _system_call(_futex_call_number, self._address, _FUTEX_WAKE, _ALL, None)  # type: ignore[misc]
+        _system_call(_FUTEX, self._address, _FUTEX_WAKE, _ALL, None)
 
     def has_reached(self, count: int) -> bool:
         return (self._word.value - count) & _MASK < _HALF
@@ -96,9 +93,7 @@ class Counter:
         current = self._word.value
         if (current - count) & _MASK >= _HALF:
             # The call returns at once if the counter has moved on since: the kernel compares it with ``current``.
-            _system_call(  # type: ignore[misc]
-                _futex_call_number, self._address, _FUTEX_WAIT, current, _longest_wait_address
-            )
+            _system_call(_FUTEX, self._address, _FUTEX_WAIT, current, _longest_wait_address)
         return self.has_reached(count)
 
 

@@ -92,12 +92,9 @@ class MessageChannel(Channel):
             messages += self._send_all(exchange)
         return _StartedRound(messages, exchange, [rows.get(member) for member in range(self.size)])
 
-    def _reads(self, exchange: Round) -> bool:
-        return exchange.readers is None or self.rank in exchange.readers
-
     def _rows(self, exchange: Round) -> dict[int, np.ndarray]:
         """Return, by member, the arrays into which this member receives."""
-        if not self._reads(exchange):
+        if exchange.readers is not None and self.rank not in exchange.readers:
             return {}
         if exchange.targets:
             return dict(exchange.targets)

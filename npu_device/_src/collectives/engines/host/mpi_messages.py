@@ -12,7 +12,7 @@ import importlib.util
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -164,17 +164,13 @@ _MOST_TAGS = (1 << 31) - 1  # what an int holds
 _CHECKED_LENGTHS = (1, 1 << 18)
 
 
-OnExit = Callable[[Callable[[], None]], None]
-"""Takes what is to be called when this process exits, after it has left the job."""
-
-
-def open_world(context: EngineContext, wanted: bool, on_exit: OnExit) -> Sequence[str]:
+def open_world(context: EngineContext, wanted: bool) -> Sequence[str]:
     """Start MPI, and return for each rank why that fails; nothing if it works. Every rank calls this. Unless it is
-    ``wanted``, MPI is started only if an ``mpiexec`` started the ranks. ``on_exit`` is given what ends MPI.
+    ``wanted``, MPI is started only if an ``mpiexec`` started the ranks.
     """
     stages = {
         "mpi/found": partial(_problem, context, wanted),
-        "mpi/started": partial(_start, context, on_exit),
+        "mpi/started": partial(_start, context),
         "mpi/checked": partial(_connect, context),
     }
     for name, stage in stages.items():
@@ -207,14 +203,14 @@ def _problem(context: EngineContext, wanted: bool) -> str:
     return ""
 
 
-def _start(context: EngineContext, on_exit: OnExit) -> str:
+def _start(context: EngineContext) -> str:
     """Start MPI on all ranks; return the problem, "" if there is none."""
     mpi = importlib.import_module("mpi4py.MPI")
     starts = not mpi.Is_initialized()
     if starts:
         mpi.Init_thread(mpi.THREAD_MULTIPLE)
     # Registered before anything can fail: MPI that was started has to be ended even if it isn't used.
-    on_exit(lambda: _end(context, mpi, starts))
+    context.at_exit.append(lambda: _end(context, mpi, starts))
     library = _library(mpi)
     own = [mpi.Get_processor_name(), ""]
     # What processes of one host have in common: the running kernel, and its network.

@@ -73,6 +73,12 @@ class Direction:
         # may have destroyed the group after its last one.
         self.lost: str | None = None
 
+    def connect(self, stream_id: int, gives_up: Callable[[], bool]) -> socket.socket | None:
+        """Return the connection for a stream; None if this rank gives up before the other one has made it."""
+        if self.sends:
+            return self._peers.connect(self._rank, stream_id)
+        return self._peers.accept(self._rank, stream_id, gives_up)
+
     def add(self, data: np.ndarray) -> SocketMessage:
         """Start a message; as much as the kernel takes leaves at once."""
         message = SocketMessage(self, data)
@@ -172,19 +178,17 @@ class SocketMesh(MessageChannel):
         purpose: int = 0,
     ) -> None:
         super().__init__(context, group)
-        self._peers = context.peers
-        self._ranks = group.ranks
         self._stream_id = group.digest ^ purpose
         self._spins = context.has_own_core
         # All directions share one, so that waiting for one message advances the others.
         self._busy = Busy()
         other_members = self.other_members(self.rank)
-        direction = partial(Direction, self._busy, self._peers)
+        direction = partial(Direction, self._busy, context.peers)
         self._outgoing = {
-            member: direction(self._ranks[member], True) for member in targets or other_members
+            member: direction(group.ranks[member], True) for member in targets or other_members
         }
         self._incoming = {
-            member: direction(self._ranks[member], False) for member in sources or other_members
+            member: direction(group.ranks[member], False) for member in sources or other_members
         }
         self._directions = [*self._outgoing.values(), *self._incoming.values()]
         self._connected = Future[None]()
@@ -196,27 +200,20 @@ class SocketMesh(MessageChannel):
     def _connect(self) -> None:
         # Outgoing connections come first: a thread of ``Peers`` accepts incoming ones at any time.
         try:
-            for member, direction in self._outgoing.items():
-                connect = partial(self._peers.connect, self._ranks[member], self._stream_id)
-                self._hold(direction, connect)
-            for member, direction in self._incoming.items():
-                accept = partial(self._peers.accept, self._ranks[member], self._stream_id)
-                self._hold(direction, partial(accept, lambda: self._is_closed))
+            for direction in self._directions:
+                if self._is_closed:
+                    break
+                connection = direction.connect(self._stream_id, lambda: self._is_closed)
+                with self._closing:
+                    if connection is not None:
+                        direction.connection = connection
+                        # ``close`` may have run while this connection was made; it closes only what
+                        # it can see.
+                        if self._is_closed:
+                            connection.close()
             self._connected.set_result(None)
         except BaseException as error:
             self._connected.set_exception(error)
-
-    def _hold(self, direction: Direction, connect: Callable[[], socket.socket | None]) -> None:
-        if self._is_closed:
-            return
-        connection = connect()
-        with self._closing:
-            if connection is not None:
-                direction.connection = connection
-                # ``close`` may have run while this connection was made; it closes only what it can
-                # see.
-                if self._is_closed:
-                    connection.close()
 
     def send(self, member: int, data: np.ndarray) -> SocketMessage:
         return self._outgoing[member].add(data)

@@ -120,8 +120,14 @@ def _prepared(
     if is_narrow(stream.dtype) and stream.dtype != dtype:
         shares, scale = wire_scales(reduction, channel.counts)
         stream = stream.divided(shares[channel.rank])
-    fold = partial(fold_arrays, reduction=reduction, divisor=sum(channel.counts), shares=shares)
-    return stream, partial(fold, total_dtype=total_dtype_of(dtype)), scale
+    fold = partial(
+        fold_arrays,
+        reduction=reduction,
+        divisor=sum(channel.counts),
+        shares=shares,
+        total_dtype=total_dtype_of(dtype),
+    )
+    return stream, fold, scale
 
 
 def _reduce_at_each_reader(

@@ -89,39 +89,30 @@ class TensorFlowEngine:
     def _all_reduce_segment(
         self, tensors: Tensors, reduction: str, group: Group, wire: Wire
     ) -> TensorList:
-        has_elements = any(tensor.shape.num_elements() for tensor in tensors)
-        if len(tensors) == 1 and has_elements:
-            return [self._all_reduce_one(tensors[0], has_elements, reduction, group, wire)]
+        if len(tensors) == 1 and tensors[0].shape.num_elements():
+            return [self._all_reduce_one(tensors[0], reduction, group, wire)]
         # The kernels take one tensor, so the segment travels as one.
         flats = [tf.reshape(tensor, [-1]) for tensor in tensors]
-        joined = tf.concat(flats, axis=0)
-        reduced = self._all_reduce_one(joined, has_elements, reduction, group, wire)
+        reduced = self._all_reduce_one(tf.concat(flats, axis=0), reduction, group, wire)
         pieces = tf.split(reduced, list(map(_count, tensors)))
         return [tf.reshape(piece, _shape(tensor)) for piece, tensor in zip(pieces, tensors)]
 
     def _all_reduce_one(
-        self, tensor: tf.Tensor, has_elements: bool, reduction: str, group: Group, wire: Wire
+        self, tensor: tf.Tensor, reduction: str, group: Group, wire: Wire
     ) -> tf.Tensor:
         merge = reduction
         if reduction == "mean":
             tensor = tf.cast(tensor, dtypes.mean_dtype(tensor.dtype))
             merge = "sum"
-
-        def kernel(native: tf.Tensor) -> tf.Tensor:
-            return self.kernels.all_reduce(native, merge, group)
-
-        def reduce_native(native: tf.Tensor) -> tf.Tensor:
-            if has_elements:
-                return kernel(native)
-            return _with_an_element(kernel, native)
-
+        kernel = functools.partial(self.kernels.all_reduce, reduction=merge, group=group)
+        reduce_native = functools.partial(_with_an_element, kernel)
         dtype = tensor.dtype
         sent_dtype = dtypes.wire_dtype(dtype, wire)
         carrier = _CARRIERS.get(dtype, dtype)
         if merge in ("sum", "prod") and sum_dtype(sent_dtype) != sent_dtype:
             carrier = sum_dtype(dtype)
             # NCCL is fast enough for 32 bits, and has no exchange of rows.
-            if not self.kernels.uses_nccl(carrier):
+            if not self._context.hosts.uses_nccl(carrier):
                 return self._reduce_narrow(tensor, sent_dtype, reduction, group)
         if dtype == tf.uint64:
             reduced = _reduce_uint64(reduce_native, tensor, merge)

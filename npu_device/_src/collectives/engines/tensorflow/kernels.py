@@ -151,7 +151,7 @@ class Kernels:
         With NCCL all rows go to all ranks: there, with one GPU per process, TensorFlow 2.20 returns a rank its own
         rows. Seen on an H200; no upstream issue is known.
         """
-        if self.uses_nccl(tensor.dtype):
+        if self._context.hosts.uses_nccl(tensor.dtype):
             gathered = self.all_gather(tensor, group)
             shape = tf.concat([[group.size], tf.shape(tensor)], 0)
             rows = tf.reshape(gathered, shape)
@@ -175,10 +175,6 @@ class Kernels:
             with tf.control_dependencies([result]):
                 self.sequence_of(group).touch()
         return result
-
-    def uses_nccl(self, dtype: tf.DType) -> bool:
-        """Return whether tensors of a dtype go from GPU to GPU."""
-        return self._context.hosts.uses_nccl(dtype)
 
     def sequence_of(self, group: Group) -> KeySequence:
         """Return the keys of a group."""
@@ -230,7 +226,7 @@ class Kernels:
 
     def _device(self, dtype: tf.DType) -> str:
         """Return the device on which tensors of a dtype travel, of the same kind on every rank."""
-        return self._context.device("GPU" if self.uses_nccl(dtype) else "CPU")
+        return self._context.device("GPU" if self._context.hosts.uses_nccl(dtype) else "CPU")
 
     def _order_of_nccl(self) -> tf.Tensor:
         """Return the resource by which TensorFlow orders all collectives that use NCCL.
