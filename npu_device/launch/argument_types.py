@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import signal
+import textwrap
 from pathlib import Path
 from typing import Any, Callable, Optional, TypeVar
 
@@ -17,6 +18,22 @@ AUTO = "auto"  # the default of --nproc-per-node
 HostSlots = list[tuple[str, Optional[int]]]
 """Hosts, each with its number of ranks if that is given."""
 _Value = TypeVar("_Value")
+
+
+def add_options(
+    target: argparse._ActionsContainer, table: str, **types: Callable[[str], Any]
+) -> None:
+    """Add options as their help shows them, a name and a text after two spaces; those without a text aren't shown.
+
+    ``types`` parse the values, by the names of the options.
+    """
+    for row in re.split(r"\n(?=-)", textwrap.dedent(table).strip()):
+        spelled, _, text = row.partition("  ")
+        settings = {}
+        name = re.findall(r"-+(\S+)", spelled)[-1].replace("-", "_")
+        if name in types:
+            settings["type"] = types[name]
+        add_option(target, spelled, " ".join(text.split()) or argparse.SUPPRESS, **settings)
 
 
 def add_option(
@@ -34,9 +51,8 @@ def add_option(
     target.add_argument(*names, help=text, **settings)
     long_name = names[-1].removeprefix("--")
     if "-" in long_name[1:]:
-        # Without a default of its own, the hidden spelling doesn't overwrite the other one.
-        hidden = {**settings, "help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
-        target.add_argument("--" + long_name.replace("-", "_"), **hidden)
+        settings["help"] = argparse.SUPPRESS
+        target.add_argument("--" + long_name.replace("-", "_"), **settings)
 
 
 class WrongValueError(argparse.ArgumentTypeError, ValueError):

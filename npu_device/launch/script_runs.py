@@ -21,7 +21,7 @@ from npu_device._src.horovod import modules
 from npu_device._src.machine.free_memory import usable_memory
 from npu_device._src.verify.file_shadow import COVERED
 from npu_device._src.verify.plan import PROBLEM
-from npu_device.launch.argument_types import add_option
+from npu_device.launch.argument_types import add_options
 from npu_device.launch.binding import tunables_of_ranks
 from npu_device.launch.guard import RankGuard
 
@@ -48,10 +48,15 @@ def make_parser(command: str, ranks: str, description: str) -> argparse.Argument
 
 def add_script(parser: argparse.ArgumentParser) -> None:
     """Add the options that tell how a script is started, and the script itself."""
-    add_option(parser, "--json", "print the outcome as JSON")
-    add_option(parser, "--replicate", "of an unchanged script, as with npurun --replicate")
-    add_option(parser, "--horovod", "of a script that imports Horovod, as with npurun --horovod")
-    add_option(parser, "-m --module", "the script is the name of a module")
+    add_options(
+        parser,
+        """
+        --json       print the outcome as JSON
+        --replicate  of an unchanged script, as with npurun --replicate
+        --horovod    of a script that imports Horovod, as with npurun --horovod
+        -m --module  the script is the name of a module
+        """,
+    )
     parser.add_argument("script", help="a .py file, or with -m a module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
 
