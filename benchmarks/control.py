@@ -106,7 +106,7 @@ def _measure(ranks: int) -> str:
     secret = os.urandom(32)
     hub = HubProcess(
         secret=secret,
-        listen=("127.0.0.1",),
+        hosts=("127.0.0.1",),
         ports=(0, 0),
         job_id="benchmark",
         world_size=ranks,

@@ -117,7 +117,7 @@ def prepare_rendezvous(options: Options, count: int, nodes: Sequence[int] = ()) 
     if options.node_rank == 0:
         hub = HubProcess(
             secret=hub_secret,
-            listen=(address,),
+            hosts=(address,),
             ports=_hub_ports(options, port),
             job_id=job_id,
             world_size=len(nodes) * options.nproc_per_node,

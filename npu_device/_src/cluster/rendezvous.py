@@ -102,7 +102,7 @@ def _start_hub(membership: Membership, search: _HubSearch) -> _Met:
         try:
             hub = HubProcess(
                 secret=membership.secret,
-                listen=membership.chief_hosts,
+                hosts=membership.chief_hosts,
                 ports=(membership.chief_port, membership.chief_port),
                 stays=False,
                 speaks=membership.under_mpiexec,
