@@ -76,8 +76,9 @@ class Host:
     starts: int = 0
     is_running: bool = False  # npurun has reported that it runs there
     attempt: int | None = None  # number of the newest attempt that has begun there
-    is_preempted: bool = False
-    end: Report | None = None  # the last report of the running npurun, if it has announced its end
+    end: Report | None = (
+        None  # the last report of the running npurun, if it has announced its end, or that of the host
+    )
     retry_at: float | None = None
     wait: float = limits.HOST_RETRY_SECONDS  # until the next try, which doubles it
     give_up_at: float | None = None
@@ -228,12 +229,10 @@ class LaunchedHosts:
             if report.count >= self._count:
                 self._count = report.count + 1
                 self._nodes = report.nodes
-        elif report.state == PREEMPTED:
-            host.is_preempted = True
         elif report.state == WRITING:
             # A large copy takes its time, which the user can end.
             self._deadline = None
-        elif report.state in (LEAVING, OVER):
+        elif report.state in (PREEMPTED, LEAVING, OVER):
             host.end = report
         # A job without restarts has no node that speaks for all. And a node that doesn't match node 0 is turned away.
         if report.state == OVER and self._options.restarts_hosts and report.code != USAGE:
@@ -293,8 +292,7 @@ class LaunchedHosts:
             self._stop_job(code)
 
     def _on_lost(self, host: Host, end: Report | None, code: int) -> None:
-        is_leaving = end is not None or host.is_preempted
-        host.is_preempted = False
+        is_leaving = end is not None
         host.give_up_at = time.monotonic() + self._options.rejoin_timeout
         cause = f"lost (exit code {code} of {host.client[0]})"
         wait = None
