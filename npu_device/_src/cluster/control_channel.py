@@ -39,7 +39,6 @@ class ControlChannel:
         limit = struct.pack("ll", *divmod(int(SHORT_SECONDS * 1e6), 10**6))
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         self._reader = reader
-        self._pid = os.getpid()
         self._sending = threading.Lock()
         self._request_ids = itertools.count(1)
         self._waiting: dict[int, Future[Message]] = {}
@@ -93,16 +92,15 @@ class ControlChannel:
         self._send({"do": do, **fields})
 
     def close(self) -> None:
-        # A fork shares the connection: shutting it down there would end it for the rank, too.
-        if os.getpid() == self._pid:
-            with contextlib.suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
     def _close_in_fork(self) -> None:
         """Close the copy of this forked child, or the hub would not see that the parent closes its end."""
         self._problem = "this process is a fork of a rank, not a rank itself"
-        self.close()
+        # A shutdown, as in `close`, would end the connection of the rank, too.
+        self._socket.close()
 
     def _request(self, do: str, seconds: float, **fields: Any) -> Any:
         request_id = next(self._request_ids)
