@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -92,3 +92,29 @@ class Cluster:
         if len(lines) > limit:
             lines[limit:] = [f"  and {len(lines) - limit} more ranks"]
         return lines
+
+
+@dataclass(frozen=True)
+class ParentRank:
+    """The rank whose child this process is."""
+
+    pid: int
+    rank: int
+    world_size: int
+    neighbours: Sequence[int]  # the ranks of its host, itself among them
+    device_id: int
+
+    @property
+    def local_rank(self) -> int:
+        return self.neighbours.index(self.rank)
+
+    @property
+    def local_size(self) -> int:
+        return len(self.neighbours)
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of {self.world_size} (process {self.pid})"
+
+    @classmethod
+    def of(cls, cluster: Cluster, pid: int) -> ParentRank:
+        return cls(pid, cluster.rank, cluster.world_size, cluster.neighbours, cluster.device_id)

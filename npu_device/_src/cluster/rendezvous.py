@@ -18,7 +18,7 @@ from typing import Any
 from npu_device._src import environment
 from npu_device._src.cluster import frames, time_limits as limits
 from npu_device._src.cluster.control_channel import ControlChannel
-from npu_device._src.cluster.description import Cluster, Membership
+from npu_device._src.cluster.description import Cluster, Membership, ParentRank
 from npu_device._src.cluster.handshake import (
     ANOTHER_PROGRAM,
     NO_SECRET,
@@ -134,13 +134,6 @@ def _number(claim: Any, limit: float) -> float:
     return number
 
 
-def _child(parent: Any) -> ChildOfRankError:
-    names = ("pid", "rank", "world_size", "device_id")
-    description: dict[str, Any] = {name: int(parent[name]) for name in names}
-    description["neighbours"] = list(map(int, parent["neighbours"]))
-    return ChildOfRankError(description)
-
-
 def _cluster(membership: Membership, rank: int, roster: Any) -> Cluster:
     hosts = tuple(map(str, roster["hosts"]))
     addresses = tuple(map(str, roster["addresses"]))
@@ -243,7 +236,7 @@ class _HubSearch:
                 self.is_busy = True
                 raise AttemptFailedError(str(said))
             elif verdict == "child_of":
-                raise _child(said)
+                raise ChildOfRankError(frames.checked(ParentRank, said))
             elif verdict == "rank":
                 # The roster follows in a message of its own.
                 rank = int(_number(said, MOST_RANKS))
