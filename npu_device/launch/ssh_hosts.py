@@ -76,9 +76,7 @@ class Host:
     starts: int = 0
     is_running: bool = False  # npurun has reported that it runs there
     attempt: int | None = None  # number of the newest attempt that has begun there
-    end: Report | None = (
-        None  # the last report of the running npurun, if it has announced its end, or that of the host
-    )
+    end: Report | None = None  # the newest report that npurun ends there, or that the host does
     retry_at: float | None = None
     wait: float = limits.HOST_RETRY_SECONDS  # until the next try, which doubles it
     give_up_at: float | None = None
