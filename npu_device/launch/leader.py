@@ -82,11 +82,7 @@ class Leader:
 
     @property
     def address(self) -> str:
-        host = str(self._listener.getsockname()[0])
-        # An address that means all interfaces can't be connected to.
-        if host in ("::", "0.0.0.0"):
-            return "127.0.0.1"
-        return host
+        return ports.reached_at(self._listener)
 
     def __enter__(self) -> Leader:
         serve(self._listener, self._launch.secret, self._serve)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from npu_device._src.cluster.ports import listen
+from npu_device._src.cluster.ports import listen, reached_at
 from npu_device._src.cluster.rank_errors import RendezvousError
 
 _ROOT = Path(__file__).resolve().parents[len(__package__.split("."))]
@@ -42,7 +42,8 @@ class HubProcess:
             # The hub inherits this process's standard error.
             errors = None
         with listen(hosts, ports) as listener:
-            self.host, self.port, *_ = listener.getsockname()
+            self.host = reached_at(listener)
+            self.port: int = listener.getsockname()[1]
             self.process = subprocess.Popen(
                 # -I and -S: neither the user's settings nor installed packages delay the start.
                 [sys.executable, "-I", "-S", "-c", _CODE, str(_ROOT)],

@@ -31,7 +31,6 @@ from npu_device._src.cluster.ports import is_loopback, join_address
 from npu_device._src.cluster.rank_errors import ChildOfRankError, PortTakenError, RendezvousError
 from npu_device._src.cluster.roster import Hello, ancestors, start_time
 from npu_device._src.version import __version__
-from npu_device._src.wording import MOST_RANKS
 
 # Names of the packages by which TensorFlow is installed; the first one found tells the version.
 _TENSORFLOWS = """
@@ -53,7 +52,7 @@ def meet(membership: Membership) -> tuple[Cluster, ControlChannel]:
 
     Raises RendezvousError, on all ranks that came with the same text, or ChildOfRankError.
     """
-    search = _HubSearch(membership, _hello(membership))
+    search = _HubSearch(membership)
     if membership.starts_hub:
         cluster, channel = _start_hub(membership, search)
     else:
@@ -120,24 +119,13 @@ def _start_hub(membership: Membership, search: _HubSearch) -> _Met:
                 raise
             time.sleep(limits.OLD_HUB_PAUSE_SECONDS)
             continue
-        # These addresses tell that the hub listens at all of this host.
-        if hub.host in ("::", "0.0.0.0"):
-            return search.search(("127.0.0.1",))
         return search.search((hub.host,))
-
-
-def _number(claim: Any, limit: float) -> float:
-    number = float(claim)
-    # This comparison refuses NaN, too.
-    if not 0 <= number <= limit:
-        raise ValueError("no such number")
-    return number
 
 
 def _cluster(membership: Membership, rank: int, roster: Any) -> Cluster:
     hosts = tuple(map(str, roster["hosts"]))
     addresses = tuple(map(str, roster["addresses"]))
-    if not rank < len(hosts) == len(addresses):
+    if not 0 <= rank < len(hosts) == len(addresses):
         raise ValueError("no such rank")
     on_loopback = bool(roster["loopback"]) and all(map(is_loopback, membership.chief_hosts))
     trusted = bool(membership.secret) or on_loopback
@@ -147,14 +135,13 @@ def _cluster(membership: Membership, rank: int, roster: Any) -> Cluster:
 class _HubSearch:
     """The attempts of a rank to reach the hub."""
 
-    def __init__(self, membership: Membership, hello: Hello) -> None:
+    def __init__(self, membership: Membership) -> None:
         self._membership = membership
-        self._hello = hello
+        self._hello = _hello(membership)
         self.began = time.monotonic()
         self._deadline = self.began + membership.connect_timeout
-        self._next_progress = self.began + limits.FIRST_PROGRESS_SECONDS
         self._outcomes: dict[str, str] = {}
-        self._name = f"{hello.name} of job {hello.job_id!r}"
+        self._name = f"{self._hello.name} of job {membership.job_id!r}"
         self.is_busy = False
 
     def remaining(self) -> float:
@@ -163,13 +150,20 @@ class _HubSearch:
     def search(self, hosts: Sequence[str] = ()) -> _Met:
         """Try the addresses of the hub in turn until it answers."""
         pause = limits.FIRST_PAUSE_SECONDS
+        next_progress = limits.FIRST_PROGRESS_SECONDS
         while True:
             met = self.try_each_once(hosts or self._membership.chief_hosts)
             if met is not None:
                 return met
             if self.remaining() <= 0:
                 raise RendezvousError(self._complaint())
-            self._progress("is looking for the chief: " + "; ".join(self._lines))
+            waited = time.monotonic() - self.began
+            if waited >= next_progress:
+                next_progress = waited + limits.NEXT_PROGRESS_SECONDS
+                outcomes = "; ".join(self._lines)
+                _log.warning(
+                    "after %.0f s: %s is looking for the chief: %s", waited, self._name, outcomes
+                )
             time.sleep(max(0.0, min(pause, self.remaining())))
             pause = min(2 * pause, limits.LONGEST_PAUSE_SECONDS)
 
@@ -217,7 +211,10 @@ class _HubSearch:
             # The first key tells what the answer is.
             verdict, said = next(iter(answer.items()), ("", None))
             if verdict == "wait":
-                wait = _number(said, limits.LONGEST_WAIT_SECONDS)
+                wait = float(said)
+                # This comparison refuses NaN, too.
+                if not 0 <= wait <= limits.LONGEST_WAIT_SECONDS:
+                    raise ValueError("no such time")
                 seconds = wait + limits.VERDICT_MARGIN_SECONDS
                 silence = "the chief accepted this rank, and then sent nothing more"
                 closure = "the chief accepted this rank, and then was gone"
@@ -239,18 +236,12 @@ class _HubSearch:
                 raise ChildOfRankError(frames.checked(ParentRank, said))
             elif verdict == "rank":
                 # The roster follows in a message of its own.
-                rank = int(_number(said, MOST_RANKS))
+                rank = int(said)
             elif verdict == "roster" and rank is not None:
                 cluster = _cluster(self._membership, rank, said)
                 return cluster, ControlChannel(timed.connection, timed.reader)
             else:
                 raise ValueError("no answer that a rank expects")
-
-    def _progress(self, activity: str) -> None:
-        time_now = time.monotonic()
-        if time_now >= self._next_progress:
-            self._next_progress = time_now + limits.NEXT_PROGRESS_SECONDS
-            _log.warning("after %.0f s: %s %s", time_now - self.began, self._name, activity)
 
     @property
     def _lines(self) -> list[str]:
