@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import queue
-import socket
 import time
 import traceback
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from npu_device._src.cluster import ports, time_limits as limits
+from npu_device._src.cluster import frames, ports, time_limits as limits
 from npu_device._src.cluster.rank_errors import RESUMABLE
 from npu_device._src.threads import start_thread
 from npu_device._src.version import __version__
@@ -136,7 +135,7 @@ class Leader:
         ):
             handle_next(self._events, {}, time.monotonic() + limits.SWEEP_SECONDS)
         with self._listener:
-            self._listener.shutdown(socket.SHUT_RDWR)
+            frames.shut_down(self._listener)
 
     def _lead(self) -> Decision:
         """Run attempts until the job is over, or this node leaves it."""

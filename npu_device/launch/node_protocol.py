@@ -168,8 +168,7 @@ class Link:
             self.connection.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self.connection.shutdown(socket.SHUT_RDWR)
+        frames.shut_down(self.connection)
         self.connection.close()
 
 

@@ -92,8 +92,7 @@ class ControlChannel:
         self._send({"do": do, **fields})
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+        frames.shut_down(self._socket)
         self._socket.close()
 
     def _close_in_fork(self) -> None:
@@ -139,7 +138,7 @@ class ControlChannel:
             except BlockingIOError:
                 self._problem = _stopped(f"has received nothing for {SHORT_SECONDS:g} s")
                 # Half a message may have been sent, so nothing can follow.
-                self._socket.shutdown(socket.SHUT_RDWR)
+                frames.shut_down(self._socket)
 
     def _read(self, on_push: Callable[[Message], None], on_lost: Callable[[str], None]) -> None:
         reason = "the connection to the hub of the job has ended"

@@ -185,8 +185,7 @@ def serve(
             oldest = next(iter(list(unproved)))
             unproved.pop(oldest, None)
             # The shutdown wakes the thread of the connection, which closes it.
-            with contextlib.suppress(OSError):
-                oldest.shutdown(socket.SHUT_RDWR)
+            frames.shut_down(oldest)
         try:
             start_thread("npu_device-admit", let_in, connection)
         except RuntimeError:

@@ -185,8 +185,7 @@ class Hub:
         # Dropped, since a client that reads nothing must not fill the memory of the hub.
         if len(client.outbox) > _LONGEST_OUTBOX:
             client.outbox.clear()
-            with contextlib.suppress(OSError):
-                client.socket.shutdown(socket.SHUT_RDWR)
+            frames.shut_down(client.socket)
         elif len(client.outbox) == len(frame):
             self._flush(client)
 
