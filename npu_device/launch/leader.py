@@ -76,8 +76,8 @@ class Leader:
         self._running = set[int]()
         self._is_stopping = False
         self._deadline: float | None = None
-        self._is_leaving = False  # this node has been taken away
-        self._signal: int | None = None
+        # Why no attempt follows: a signal, or this node has been taken away.
+        self._ending: Decision | None = None
 
     @property
     def address(self) -> str:
@@ -142,10 +142,8 @@ class Leader:
         wait = 0.0
         while True:
             nodes = self._gather(wait)
-            if self._signal is not None:
-                return Decision(128 + self._signal, is_over=True)
-            if self._is_leaving:
-                return _NOT_OVER
+            if self._ending is not None:
+                return self._ending
             if nodes is None:
                 return self._too_few_nodes()
             try:
@@ -199,7 +197,7 @@ class Leader:
         deadline = began + max(wait, self._options.rejoin_timeout)
         notice_at = began + limits.NODE_NOTICE_SECONDS
         time_now = began
-        while self._signal is None and not self._is_leaving and time_now < deadline:
+        while self._ending is None and time_now < deadline:
             # Nodes that are away aren't waited for as soon as the job can go on.
             absent = self._all - self._idle
             if self._is_enough():
@@ -317,7 +315,7 @@ class Leader:
 
     def _on_message(self, node: int, message: Any) -> None:
         if isinstance(message, JobInterrupted):
-            self._signal = message.signal
+            self._ending = Decision(128 + message.signal, is_over=True)
         elif node not in self._running:
             return
         elif isinstance(message, RankFailed):
@@ -380,7 +378,8 @@ class Leader:
 
     def _lose(self, node: int, how: str) -> None:
         del self._links[node]
-        self._is_leaving = self._is_leaving or node == 0
+        if node == 0:
+            self._ending = self._ending or _NOT_OVER
         if node in self._running:
             self._running.discard(node)
             self._attempt.loss = self._attempt.loss or f"node {node} {how}"
