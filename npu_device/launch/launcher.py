@@ -36,11 +36,22 @@ def run(options: Options, reporter: Reporter | None = None) -> int:
     # Signals are received before anything is started, so that none is lost.
     events = signals(options, console)
     try:
-        with (
-            _directory(f"{reporter.name or 'npurun'}-") as directory,
-            RankGuard(directory, folder_in_memory(os.path.basename(directory))) as guard,
-        ):
-            return _run(options, reporter, events, directory, guard)
+        with contextlib.ExitStack() as opened:
+            directory = opened.enter_context(_directory(f"{reporter.name or 'npurun'}-"))
+            name = os.path.basename(directory)
+            guard = opened.enter_context(RankGuard(directory, folder_in_memory(name)))
+            # Found now, and told once: each rank would find it after its imports.
+            environment.check_own_variables(warns=False)
+            memory = None
+            # Without restarts, the copies of several hosts would be of no use.
+            if options.nnodes == 1 or options.nodes_meet:
+                memory = Memory(options.nproc_per_node, options.nodes_meet, name)
+            launch = Launch(options, console, guard, directory, events, reporter, memory, secret())
+            if options.nnodes > 1 and options.node_rank == 0 and not launch.secret:
+                console.say(NO_SECRET)
+            if memory is not None and options.nodes_meet:
+                return _beside_others(launch, memory)
+            return _alone(launch)
     except START_ERRORS as error:
         console.say(str(error))
         return USAGE
@@ -61,24 +72,10 @@ def _directory(prefix: str) -> Iterator[str]:
         yield directory
 
 
-def _run(
-    options: Options, reporter: Reporter, events: Events, directory: str, guard: RankGuard
-) -> int:
-    # Found now, and told once: each rank would find it after its imports.
-    environment.check_own_variables(warns=False)
-    memory = None
-    # Without restarts, the copies of several hosts would be of no use.
-    if options.nnodes == 1 or options.nodes_meet:
-        name = os.path.basename(directory)
-        memory = Memory(options.nproc_per_node, options.nodes_meet, name)
-    console = reporter.console
-    launch = Launch(options, console, guard, directory, events, reporter, memory, secret())
-    if options.nnodes > 1 and options.node_rank == 0 and not launch.secret:
-        console.say(NO_SECRET)
-    if not options.nodes_meet:
-        return _alone(launch)
-    assert memory is not None
-    with Neighbour(memory, launch.secret, options.master_addr, console.say) as neighbour:
+def _beside_others(launch: Launch, memory: Memory) -> int:
+    """Run the job together with the launchers of other nodes."""
+    options = launch.options
+    with Neighbour(memory, launch.secret, options.master_addr, launch.console.say) as neighbour:
         if options.node_rank > 0:
             return Member(launch, options.master_addr, neighbour).run()
         # Node 0 leads the job, and carries out its own orders as a member.
