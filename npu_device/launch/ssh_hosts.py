@@ -263,19 +263,16 @@ class LaunchedHosts:
             self._conclude(host, end.code, end.is_cause)
         elif is_over or is_misplaced:
             if self._signal is None or was_running:
-                self._say_that_ssh_failed(host, code)
+                program = host.client[0]
+                if code == SSH_FAILED and program != "sh":
+                    self._say(
+                        f"{host.name}: the connection failed or ended (exit code {code} of {program})"
+                    )
                 self._conclude(host, code, is_cause=not self._is_stopping)
         elif was_running:
             self._on_lost(host, end, code)
         else:
             self._retry(host, "not reached")
-
-    def _say_that_ssh_failed(self, host: Host, code: int) -> None:
-        program = host.client[0]
-        if code == SSH_FAILED and program != "sh":
-            self._say(
-                f"{host.name}: the connection failed or ended (exit code {code} of {program})"
-            )
 
     def _conclude(self, host: Host, code: int, is_cause: bool) -> None:
         """Take note of the end of a host. If it has failed, the others have a moment to notice."""
