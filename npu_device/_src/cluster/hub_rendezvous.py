@@ -154,18 +154,14 @@ class HubRendezvous:
         if not self.roster.complete:
             self._candidates_until = None
             return False
-        return not self._ask_candidates(time_now)
-
-    def _ask_candidates(self, time_now: float) -> bool:
-        """Ask processes that may take the place of a rank, once; return True while they may still come."""
         candidates = {client: client.arrival.hello.candidate for client in self.arrivals()}
         if not any(candidate is not None for candidate in candidates.values()):
-            return False
+            return True
         if self._candidates_until is None:
             self._candidates_until = time_now + limits.CANDIDATE_SECONDS
             for client, candidate in candidates.items():
                 self._send(client, {"wait": limits.CANDIDATE_SECONDS, "for": candidate})
-        return time_now < self._candidates_until
+        return time_now >= self._candidates_until
 
     def complaint(self, time_now: float) -> str | None:
         """Return the error that ends the rendezvous: the time is up, or the ranks contradict each other."""

@@ -11,7 +11,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -56,7 +56,7 @@ def meet(membership: Membership) -> tuple[Cluster, ControlChannel]:
     if membership.starts_hub:
         cluster, channel = _start_hub(membership, search)
     else:
-        cluster, channel = search.search()
+        cluster, channel = search.search(membership.chief_hosts)
     _log.info(
         "rank %d of %d has met the others on %s",
         cluster.rank,
@@ -147,12 +147,12 @@ class _HubSearch:
     def remaining(self) -> float:
         return self._deadline - time.monotonic()
 
-    def search(self, hosts: Sequence[str] = ()) -> _Met:
+    def search(self, hosts: Iterable[str]) -> _Met:
         """Try the addresses of the hub in turn until it answers."""
         pause = limits.FIRST_PAUSE_SECONDS
         next_progress = limits.FIRST_PROGRESS_SECONDS
         while True:
-            met = self.try_each_once(hosts or self._membership.chief_hosts)
+            met = self.try_each_once(hosts)
             if met is not None:
                 return met
             if self.remaining() <= 0:
