@@ -14,7 +14,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Callable
 
 from npu_device._src import environment
 from npu_device._src.horovod import modules
@@ -36,18 +36,19 @@ _NOT_OF_JOBS = ("NPU_DEVICE_", "TF_", "CUDA_", "NVIDIA_", "GRPC_", "MALLOC_", "n
 """How variables begin that don't describe a job, and so stay."""
 
 
-def make_parser(command: str, ranks: str, description: str) -> argparse.ArgumentParser:
-    """Return a parser for a command, whose option for the number of ranks is written as in ``ranks``."""
-    return argparse.ArgumentParser(
+def make_parser(
+    command: str, ranks: str, description: str, table: str, **types: Callable[[str], Any]
+) -> argparse.ArgumentParser:
+    """Return a parser for a command and a script: with the options of a table, and those that tell how the script is
+    started. The option for the number of ranks is written as in ``ranks``.
+    """
+    parser = argparse.ArgumentParser(
         prog=f"npurun {command}",
         usage=f"npurun {command} [{ranks}] [options] [-m] script [argument ...]",
         description=description,
         allow_abbrev=False,
     )
-
-
-def add_script(parser: argparse.ArgumentParser) -> None:
-    """Add the options that tell how a script is started, and the script itself."""
+    add_options(parser, table, **types)
     add_options(
         parser,
         """
@@ -59,6 +60,7 @@ def add_script(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("script", help="a .py file, or with -m a module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
+    return parser
 
 
 def check(parser: argparse.ArgumentParser, options: argparse.Namespace, most_ranks: int) -> None:

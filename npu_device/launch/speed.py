@@ -20,7 +20,6 @@ from npu_device.launch import script_runs
 from npu_device.launch.argument_types import (
     HostSlots,
     add_option,
-    add_options,
     minutes,
     parse_hosts,
     positive,
@@ -155,9 +154,6 @@ def make_parser() -> argparse.ArgumentParser:
         "-n N,N",
         "Run a script for some steps as one process with all cores and on several numbers of ranks, in "
         "turn, and say which are faster. Exit code 0: measured; 2: usage; 3: not comparable.",
-    )
-    add_options(
-        parser,
         """
         -n N,N             numbers of ranks (default 1, 2, 4 and so on, as far as cores and memory reach)
         --minutes M        for all runs (default 10)
@@ -180,5 +176,4 @@ def make_parser() -> argparse.ArgumentParser:
         choices=BINDINGS,
     )
     parser.set_defaults(minutes=10, steps=20, rounds=5, hosts=[])
-    script_runs.add_script(parser)
     return parser

@@ -18,7 +18,7 @@ from npu_device._src.machine.free_memory import usable_memory
 from npu_device._src.verify.file_shadow import changed_since
 from npu_device._src.verify.plan import PlannedProcess
 from npu_device.launch import script_runs
-from npu_device.launch.argument_types import add_options, positive
+from npu_device.launch.argument_types import positive
 
 _RUNNER = "npu_device._src.verify.runner"
 
@@ -112,9 +112,6 @@ def _parser() -> argparse.ArgumentParser:
         "-n N",
         "Run a script for a few steps as one process and on N ranks, and say where they diverge and why. "
         "Exit code 0: the same; 1: it differs; 2: usage; 3: not comparable.",
-    )
-    add_options(
-        parser,
         """
         -n N         ranks (default 2, and 3 if there is memory)
         --steps K    steps of every optimizer (default 5)
@@ -128,5 +125,4 @@ def _parser() -> argparse.ArgumentParser:
         seconds=positive,
     )
     parser.set_defaults(steps=5, seconds=30)
-    script_runs.add_script(parser)
     return parser
