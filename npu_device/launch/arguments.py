@@ -15,7 +15,7 @@ from npu_device._src.machine.core_sets import BINDINGS, NONE
 from npu_device._src.machine.topology import read_machine
 from npu_device._src.wording import counted
 from npu_device.launch import argument_types as types
-from npu_device.launch.argument_types import AUTO, HostSlots, add_option, add_options
+from npu_device.launch.argument_types import AUTO, HostSlots, add_options
 
 DEFAULT_PORT = 29688  # the port that Ascend's own launch scripts use for the chief
 LOOPBACK = frozenset(("localhost", "127.0.0.1"))
@@ -378,14 +378,14 @@ def _parser(is_check: bool) -> argparse.ArgumentParser:
         --shard-optimizer      divide updates among the ranks
         --seed N
         --check
+        --bind-to WHAT         bind ranks to core, l3cache, numa, socket, auto; none
         """,
         nproc_per_node=types.ranks,
         job_id=types.job_id,
         grace=types.seconds,
         seed=types.count,
+        bind_to=BINDINGS,
     )
-    bindings = "bind ranks to core, l3cache, numa, socket, auto; none"
-    add_option(parser, "--bind-to WHAT", bindings, choices=BINDINGS)
     _add_nodes(
         parser.add_argument_group("several nodes (run npurun once on each, or give --hosts)")
     )

@@ -14,7 +14,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 from npu_device._src import environment
 from npu_device._src.horovod import modules
@@ -37,7 +37,7 @@ _NOT_OF_JOBS = ("NPU_DEVICE_", "TF_", "CUDA_", "NVIDIA_", "GRPC_", "MALLOC_", "n
 
 
 def make_parser(
-    command: str, ranks: str, description: str, table: str, **types: Callable[[str], Any]
+    command: str, ranks: str, description: str, table: str, **forms: Any
 ) -> argparse.ArgumentParser:
     """Return a parser for a command and a script: with the options of a table, and those that tell how the script is
     started. The option for the number of ranks is written as in ``ranks``.
@@ -48,7 +48,7 @@ def make_parser(
         description=description,
         allow_abbrev=False,
     )
-    add_options(parser, table, **types)
+    add_options(parser, table, **forms)
     add_options(
         parser,
         """

@@ -19,7 +19,6 @@ from npu_device._src.wording import counted
 from npu_device.launch import script_runs
 from npu_device.launch.argument_types import (
     HostSlots,
-    add_option,
     minutes,
     parse_hosts,
     positive,
@@ -160,6 +159,8 @@ def make_parser() -> argparse.ArgumentParser:
         --steps K          steps that are timed in each run, after the first ones (default 20)
         --rounds R         turns of each number of ranks, at least; with fewer than 5, nothing is decided
                            (default 5)
+        --bind-to WHAT     bind ranks as npurun does (default: both ways, if the host has several caches or
+                           NUMA nodes)
         --shard-optimizer  divide updates, as npurun --shard-optimizer
         --hosts A:N,B:N    ranks are a job of npurun --hosts, one process runs on this host
         """,
@@ -167,13 +168,8 @@ def make_parser() -> argparse.ArgumentParser:
         minutes=minutes,
         steps=positive,
         rounds=positive,
+        bind_to=BINDINGS,
         hosts=parse_hosts,
-    )
-    add_option(
-        parser,
-        "--bind-to WHAT",
-        "bind ranks as npurun does (default: both ways, if the host has several caches or NUMA nodes)",
-        choices=BINDINGS,
     )
     parser.set_defaults(minutes=10, steps=20, rounds=5, hosts=[])
     return parser
