@@ -74,8 +74,7 @@ class Peers:
 
         # From Python 3.12 on, no thread can be started once the script has ended.
         for _ in range(self._cluster.world_size - 1):
-            name = "npu_device-serve"
-            start_thread(name, serve_one_by_one)
+            start_thread("npu_device-serve", serve_one_by_one)
         self._served[stream_id] = waiting
         self.open()
 

@@ -54,7 +54,7 @@ def meet(membership: Membership) -> tuple[Cluster, ControlChannel]:
     """
     search = _HubSearch(membership)
     if membership.starts_hub:
-        cluster, channel = _start_hub(membership, search)
+        cluster, channel = search.start_hub()
     else:
         cluster, channel = search.search(membership.chief_hosts)
     _log.info(
@@ -92,36 +92,6 @@ def installed_versions() -> dict[str, str]:
 _Met = tuple[Cluster, ControlChannel]
 
 
-def _start_hub(membership: Membership, search: _HubSearch) -> _Met:
-    if membership.secret == b"" and not all(map(is_loopback, membership.chief_hosts)):
-        _log.warning("%s", NO_SECRET)
-    copied = ("job_id", "world_size", "expected_hosts", "host_key")
-    settings = {name: getattr(membership, name) for name in copied}
-    while True:
-        try:
-            hub = HubProcess(
-                secret=membership.secret,
-                hosts=membership.chief_hosts,
-                ports=(membership.chief_port, membership.chief_port),
-                stays=False,
-                speaks=membership.under_mpiexec,
-                **settings,
-            )
-        except PortTakenError:
-            # The port is taken by the hub of an earlier process of this rank, or of a second process started as this
-            # rank, which every rank must be told of. A hub whose job is ending frees the port soon.
-            met = search.try_each_once(membership.chief_hosts)
-            if met is not None:
-                return met
-            if search.remaining() <= 0 or (
-                not search.is_busy and time.monotonic() > search.began + limits.OLD_HUB_SECONDS
-            ):
-                raise
-            time.sleep(limits.OLD_HUB_PAUSE_SECONDS)
-            continue
-        return search.search((hub.host,))
-
-
 def _cluster(membership: Membership, rank: int, roster: Any) -> Cluster:
     hosts = tuple(map(str, roster["hosts"]))
     addresses = tuple(map(str, roster["addresses"]))
@@ -138,13 +108,44 @@ class _HubSearch:
     def __init__(self, membership: Membership) -> None:
         self._membership = membership
         self._hello = _hello(membership)
-        self.began = time.monotonic()
-        self._deadline = self.began + membership.connect_timeout
+        self._began = time.monotonic()
+        self._deadline = self._began + membership.connect_timeout
         self._outcomes: dict[str, str] = {}
         self._name = f"{self._hello.name} of job {membership.job_id!r}"
-        self.is_busy = False
+        self._is_busy = False
 
-    def remaining(self) -> float:
+    def start_hub(self) -> _Met:
+        """Start the hub and meet the others there, or at a hub that another process of this rank has started."""
+        membership = self._membership
+        if membership.secret == b"" and not all(map(is_loopback, membership.chief_hosts)):
+            _log.warning("%s", NO_SECRET)
+        copied = ("job_id", "world_size", "expected_hosts", "host_key")
+        settings = {name: getattr(membership, name) for name in copied}
+        while True:
+            try:
+                hub = HubProcess(
+                    secret=membership.secret,
+                    hosts=membership.chief_hosts,
+                    ports=(membership.chief_port, membership.chief_port),
+                    stays=False,
+                    speaks=membership.under_mpiexec,
+                    **settings,
+                )
+            except PortTakenError:
+                # The port is taken by the hub of an earlier process of this rank, or of a second process started as
+                # this rank, which every rank must be told of. A hub whose job is ending frees the port soon.
+                met = self._try_each_once(membership.chief_hosts)
+                if met is not None:
+                    return met
+                if self._remaining() <= 0 or (
+                    not self._is_busy and time.monotonic() > self._began + limits.OLD_HUB_SECONDS
+                ):
+                    raise
+                time.sleep(limits.OLD_HUB_PAUSE_SECONDS)
+                continue
+            return self.search((hub.host,))
+
+    def _remaining(self) -> float:
         return self._deadline - time.monotonic()
 
     def search(self, hosts: Iterable[str]) -> _Met:
@@ -152,30 +153,30 @@ class _HubSearch:
         pause = limits.FIRST_PAUSE_SECONDS
         next_progress = limits.FIRST_PROGRESS_SECONDS
         while True:
-            met = self.try_each_once(hosts)
+            met = self._try_each_once(hosts)
             if met is not None:
                 return met
-            if self.remaining() <= 0:
+            if self._remaining() <= 0:
                 raise RendezvousError(self._complaint())
-            waited = time.monotonic() - self.began
+            waited = time.monotonic() - self._began
             if waited >= next_progress:
                 next_progress = waited + limits.NEXT_PROGRESS_SECONDS
                 outcomes = "; ".join(self._lines)
                 _log.warning(
                     "after %.0f s: %s is looking for the chief: %s", waited, self._name, outcomes
                 )
-            time.sleep(max(0.0, min(pause, self.remaining())))
+            time.sleep(max(0.0, min(pause, self._remaining())))
             pause = min(2 * pause, limits.LONGEST_PAUSE_SECONDS)
 
-    def try_each_once(self, hosts: Iterable[str]) -> _Met | None:
+    def _try_each_once(self, hosts: Iterable[str]) -> _Met | None:
         """Try each address once; return None if the hub of this job is at none of them."""
         port = self._membership.chief_port
         for host in hosts:
             try:
-                return self._join(reach(host, port, self.remaining(), self._membership.secret))
+                return self._join(reach(host, port, self._remaining(), self._membership.secret))
             except AttemptFailedError as failure:
                 self._outcomes[join_address(host, port)] = str(failure)
-            if self.remaining() <= 0:
+            if self._remaining() <= 0:
                 break
         return None
 
@@ -204,7 +205,7 @@ class _HubSearch:
         seconds = limits.ANSWER_SECONDS
         silence = "no answer"
         closure = "the connection was closed without an answer: a hub that is ending"
-        self.is_busy = False
+        self._is_busy = False
         while True:
             answer = timed.receive(seconds, silent=f"{silence}: the hub is stopped", closed=closure)
             said: Any
@@ -221,7 +222,7 @@ class _HubSearch:
                 if answer.get("for") is not None:
                     _log.warning(_CANDIDATE, os.getpid(), self._hello.candidate, wait)
             elif verdict == "waits_for":
-                waited = time.monotonic() - self.began
+                waited = time.monotonic() - self._began
                 text = f"the chief waits for {said} of job {self._hello.job_id!r}"
                 # One line says which ranks are missing.
                 if not self._hello.is_chief:
@@ -230,7 +231,7 @@ class _HubSearch:
             elif verdict == "refused":
                 raise RendezvousError(str(said))
             elif verdict == "busy":
-                self.is_busy = True
+                self._is_busy = True
                 raise AttemptFailedError(str(said))
             elif verdict == "child_of":
                 raise ChildOfRankError(frames.checked(ParentRank, said))
