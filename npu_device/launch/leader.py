@@ -66,6 +66,7 @@ class Leader:
         port = master_port(launch.options)
         # The port is taken at once: one in use is an error of the start.
         self._listener = ports.listen((launch.options.master_addr,), (port, port))
+        self.address = ports.reached_at(self._listener)
         self._events: Events = queue.Queue(_MOST_EVENTS)
         self._links: dict[int, Link] = {}
         # Where each node takes the copies of another one: host and port. That of node 0 has no host.
@@ -78,10 +79,6 @@ class Leader:
         self._deadline: float | None = None
         # Why no attempt follows: a signal, or this node has been taken away.
         self._ending: Decision | None = None
-
-    @property
-    def address(self) -> str:
-        return ports.reached_at(self._listener)
 
     def __enter__(self) -> Leader:
         serve(self._listener, self._launch.secret, self._serve)
