@@ -9,7 +9,6 @@ import queue
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterator
 
 from npu_device._src import environment
 from npu_device._src.cluster.handshake import NO_SECRET
@@ -37,7 +36,7 @@ def run(options: Options, reporter: Reporter | None = None) -> int:
     events = signals(options, console)
     try:
         with contextlib.ExitStack() as opened:
-            directory = opened.enter_context(_directory(f"{reporter.name or 'npurun'}-"))
+            directory = _directory(f"{reporter.name or 'npurun'}-", opened)
             name = os.path.basename(directory)
             guard = opened.enter_context(RankGuard(directory, folder_in_memory(name)))
             # Found now, and told once: each rank would find it after its imports.
@@ -57,19 +56,17 @@ def run(options: Options, reporter: Reporter | None = None) -> int:
         return USAGE
 
 
-@contextlib.contextmanager
-def _directory(prefix: str) -> Iterator[str]:
-    """Make a temporary directory that stays as long as the job, and remove it."""
-    with contextlib.ExitStack() as stack:
-        directory = tempfile.mkdtemp(prefix=prefix)
-        # A file that a process still uses on a network file system changes nothing about the outcome of the job.
-        stack.callback(shutil.rmtree, directory, ignore_errors=True)
-        descriptor = os.open(directory, os.O_RDONLY)
-        stack.callback(os.close, descriptor)
-        # systemd-tmpfiles removes what is older than ten days, but nothing in a locked directory (man tmpfiles.d).
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_SH)
-        yield directory
+def _directory(prefix: str, opened: contextlib.ExitStack) -> str:
+    """Make a temporary directory that stays as long as the job, and is removed in the end."""
+    directory = tempfile.mkdtemp(prefix=prefix)
+    # A file that a process still uses on a network file system changes nothing about the outcome of the job.
+    opened.callback(shutil.rmtree, directory, ignore_errors=True)
+    descriptor = os.open(directory, os.O_RDONLY)
+    opened.callback(os.close, descriptor)
+    # systemd-tmpfiles removes what is older than ten days, but nothing in a locked directory (man tmpfiles.d).
+    with contextlib.suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+    return directory
 
 
 def _beside_others(launch: Launch, memory: Memory) -> int:

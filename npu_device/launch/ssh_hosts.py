@@ -301,7 +301,7 @@ class LaunchedHosts:
         if not problem:
             self._retry(host, cause, wait)
             return
-        self._say(f"host {host.name}, node 0: {cause}. {problem}")
+        self._say(f"host {host.name}, node 0: {cause}. no restart: {problem}")
         verdict = FAILED
         if end is not None and end.code == RESUMABLE:
             verdict = RESUMABLE
@@ -314,11 +314,8 @@ class LaunchedHosts:
         else:
             self._node_0_losses += 1
             if self._options.max_restarts == 0:
-                return "no restart: --max-restarts is 0"
-        limit = used_up(self._options, self._node_0_losses, self._node_0_preemptions)
-        if limit:
-            return f"no restart: {limit}"
-        return ""
+                return "--max-restarts is 0"
+        return used_up(self._options, self._node_0_losses, self._node_0_preemptions)
 
     def _retry(self, host: Host, cause: str, wait: float | None = None) -> None:
         time_now = time.monotonic()
