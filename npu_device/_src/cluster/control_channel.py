@@ -84,9 +84,6 @@ class ControlChannel:
         question = {"kind": topic, "body": body, "ranks": ranges(ranks)}
         return _by_rank(self._request("ask", timeout, **question))
 
-    def reply(self, question: str, answer: Any) -> None:
-        self.notify("reply", question=question, value=answer)
-
     def notify(self, do: str, **fields: Any) -> None:
         """Send a message that needs no answer."""
         self._send({"do": do, **fields})
