@@ -64,7 +64,7 @@ def test_a_wrong_proof_and_a_replayed_one_are_refused_without_an_answer(
     said = []
 
     def proof(theirs: str, secret: bytes = b"the secret") -> bytes:
-        said.append(frames.encode({"proof": frames.proof(secret, "client", "mine", theirs, {})}))
+        said.append(frames.encode({"proof": frames.proof(secret, "client", "mine", theirs)}))
         return said[-1]
 
     for nonce, make, answered in (
