@@ -82,6 +82,10 @@ class Cluster:
     def name(self) -> str:
         return self.name_of(self.rank)
 
+    def as_parent(self, pid: int) -> ParentRank:
+        """Return how a child of this process, of which the number is given, sees this rank."""
+        return ParentRank(pid, self.rank, self.world_size, self.neighbours, self.device_id)
+
     def name_of(self, rank: int) -> str:
         """Return the name of a rank in messages: ``rank 1 on host node0``."""
         return f"rank {rank} on host {self.hosts[rank]}"
@@ -114,7 +118,3 @@ class ParentRank:
 
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.world_size} (process {self.pid})"
-
-    @classmethod
-    def of(cls, cluster: Cluster, pid: int) -> ParentRank:
-        return cls(pid, cluster.rank, cluster.world_size, cluster.neighbours, cluster.device_id)

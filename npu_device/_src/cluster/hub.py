@@ -268,8 +268,6 @@ class Hub:
         for client in ranks:
             client.reader.limit = frames.LIMIT_FROM_RANK
             self._send(client, frames.encode({"rank": client.rank}) + shared)
-        for child in self._rendezvous.children():
-            self._rendezvous.tell_child(child)
 
     def _refuse_all(self, text: str) -> None:
         for client in self._rendezvous.arrivals() + self._rendezvous.children():

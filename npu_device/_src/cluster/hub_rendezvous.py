@@ -75,7 +75,7 @@ class HubRendezvous:
             if hello.is_child_of(rival.arrival.hello):
                 client.state = State.CHILD
                 client.parent = rival
-                self.tell_child(client)
+                self._tell_child(client)
                 return
         # Children may have come before the process that started them.
         children = [rival for rival in rivals if rival.arrival.hello.is_child_of(hello)]
@@ -122,7 +122,7 @@ class HubRendezvous:
         """Tell a client how long it will have to wait for the ranks, in seconds."""
         self._send(client, {"wait": max(0.0, self._end_of_waiting() - time.monotonic())})
 
-    def tell_child(self, client: Client) -> None:
+    def _tell_child(self, client: Client) -> None:
         """Tell a client whose child it is, once the ranks have met; it waits with them until then."""
         parent = client
         while parent.state is State.CHILD:
@@ -185,8 +185,10 @@ class HubRendezvous:
             self._send(client, {"waits_for": absent})
 
     def number_ranks(self) -> None:
-        """Give the clients that have come their ranks."""
+        """Give the clients that have come their ranks, and tell children of which of them they are one."""
         self.ranks = sorted(self.arrivals(), key=lambda client: client.arrival.order)
         for rank, client in enumerate(self.ranks):
             client.state = State.RANK
             client.rank = rank
+        for child in self.children():
+            self._tell_child(child)

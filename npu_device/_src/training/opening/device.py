@@ -194,7 +194,7 @@ def _join(membership: Membership, seed: int | None) -> Cluster:
         compat.renew_context_of_graphs()
         cluster, channel = rendezvous.meet(membership)
         # The mark changes the environment, which threads of TensorFlow may read once they have started.
-        parent_rank.mark(ParentRank.of(cluster, os.getpid()))
+        parent_rank.mark(cluster.as_parent(os.getpid()))
         job = jobs.start(cluster, channel, membership.starts_hub, membership.secret)
         _begin(job, trace_settings, seed)
     except ChildOfRankError:
@@ -412,4 +412,4 @@ def parent_of_this_process() -> ParentRank | None:
         return parent_rank.inherited()
     if not job.in_fork:
         return None
-    return ParentRank.of(job.cluster, job.pid)
+    return job.cluster.as_parent(job.pid)
