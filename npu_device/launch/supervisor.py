@@ -250,7 +250,8 @@ class Supervisor:
             self._enter(_Stage.FAILED, RANKS_NOTICE_SECONDS)
             self._say(f"{stop.why}; stopping the ranks of this node")
 
-    def _on_signal(self, signum: signal.Signals) -> None:
+    def _on_signal(self, signum: int) -> None:
+        name = signal.Signals(signum).name
         is_request = signum == self._launch.options.preempt_signal
         self.is_preempted = is_request and (self.is_preempted or not self.is_interrupted)
         self.is_interrupted = True
@@ -266,11 +267,11 @@ class Supervisor:
                 seconds = self._launch.options.preempt_timeout
             ranks = counted(len(self._running()), "rank")
             if not seconds:
-                self._say(f"{signum.name}: killing {ranks} at once")
+                self._say(f"{name}: killing {ranks} at once")
                 self._kill()
                 return
             self._say(
-                f"{signum.name}: asking {ranks} to stop within {seconds:g} s; a second signal kills them at once"
+                f"{name}: asking {ranks} to stop within {seconds:g} s; a second signal kills them at once"
             )
             # A rank that still has to finish its step needs its children, such as readers of data.
             self._ask(signum, self._processes, seconds, spares_children=is_request)
