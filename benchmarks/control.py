@@ -71,7 +71,8 @@ class _Rank:
         if message["push"] == "question":
             begun = 6 if self.membership.rank == self.membership.world_size - 1 else 7
             call = {"collective": "all_reduce", "line": "x.py:1"}
-            self.channel.reply(message["question"], {"begun": begun, "call": call})
+            answer = {"begun": begun, "call": call}
+            self.channel.notify("reply", question=message["question"], value=answer)
         elif message["push"] == "failed":
             self.failed_at = time.monotonic()
             self.failed.set()
@@ -106,7 +107,7 @@ def _measure(ranks: int) -> str:
     secret = os.urandom(32)
     hub = HubProcess(
         secret=secret,
-        listen=("127.0.0.1",),
+        hosts=("127.0.0.1",),
         ports=(0, 0),
         job_id="benchmark",
         world_size=ranks,

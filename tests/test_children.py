@@ -15,7 +15,7 @@ from launcher import environment
 from ranks import table_environment
 from rendezvous_ranks import WORKER, without_table
 
-from npu_device._src.cluster.description import Cluster
+from npu_device._src.cluster.description import ParentRank
 from npu_device._src.membership import parent_rank
 from npu_device._src.membership.rank_environment import free_port
 
@@ -182,7 +182,7 @@ def test_who_is_a_child(
     for name, value in environment(**scheme).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("NPU_DEVICE_RANK_PROCESS", "")  # is restored
-    parent_rank.mark(Cluster(1, 1, ("here", "here"), ("127.0.0.1",) * 2, "job"))
+    parent_rank.mark(ParentRank(os.getpid(), 1, 2, [0, 1], 1))
     assert parent_rank.inherited() is None
     for name, value in changes.items():
         monkeypatch.setenv(name, value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import signal
+import textwrap
 from pathlib import Path
 from typing import Any, Callable, Optional, TypeVar
 
@@ -19,24 +20,30 @@ HostSlots = list[tuple[str, Optional[int]]]
 _Value = TypeVar("_Value")
 
 
-def add_option(
-    target: argparse._ActionsContainer, spelled: str, text: str, **settings: Any
-) -> None:
-    """Add an option as its help shows it, ``-n --nproc-per-node N``; one without a value is True or False.
+def add_options(target: argparse._ActionsContainer, table: str, **forms: Any) -> None:
+    """Add options as their help shows them, ``-n --nproc-per-node N`` and a text after two spaces.
 
-    Its spelling with underscores, which torchrun accepts too, isn't shown.
+    One without a value is True or False, one without a text isn't shown, and neither is the spelling with underscores,
+    which torchrun accepts too. ``forms`` are what parses the values, or a tuple of all values, by the long names.
     """
-    names = spelled.split()
-    if names[-1].startswith("-"):
-        settings["action"] = "store_true"
-    else:
-        settings["metavar"] = names.pop()
-    target.add_argument(*names, help=text, **settings)
-    long_name = names[-1].removeprefix("--")
-    if "-" in long_name[1:]:
-        # Without a default of its own, the hidden spelling doesn't overwrite the other one.
-        hidden = {**settings, "help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
-        target.add_argument("--" + long_name.replace("-", "_"), **hidden)
+    for row in re.split(r"\n(?=-)", textwrap.dedent(table).strip()):
+        spelled, _, text = row.partition("  ")
+        names = spelled.split()
+        settings: dict[str, Any] = {"help": " ".join(text.split()) or argparse.SUPPRESS}
+        if names[-1].startswith("-"):
+            settings["action"] = "store_true"
+        else:
+            settings["metavar"] = names.pop()
+        long_name = names[-1].lstrip("-").replace("-", "_")
+        form = forms.get(long_name)
+        if isinstance(form, tuple):
+            settings["choices"] = form
+        elif form is not None:
+            settings["type"] = form
+        target.add_argument(*names, **settings)
+        if "_" in long_name:
+            settings["help"] = argparse.SUPPRESS
+            target.add_argument("--" + long_name, **settings)
 
 
 class WrongValueError(argparse.ArgumentTypeError, ValueError):

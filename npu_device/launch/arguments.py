@@ -15,7 +15,7 @@ from npu_device._src.machine.core_sets import BINDINGS, NONE
 from npu_device._src.machine.topology import read_machine
 from npu_device._src.wording import counted
 from npu_device.launch import argument_types as types
-from npu_device.launch.argument_types import AUTO, HostSlots, add_option
+from npu_device.launch.argument_types import AUTO, HostSlots, add_options
 
 DEFAULT_PORT = 29688  # the port that Ascend's own launch scripts use for the chief
 LOOPBACK = frozenset(("localhost", "127.0.0.1"))
@@ -255,7 +255,7 @@ def _take_from_platform(namespace: argparse.Namespace) -> None:
 
 def _hosts(namespace: argparse.Namespace) -> HostSlots:
     """Return the hosts of --hosts or --hostfile, and complete the other arguments from them."""
-    total = namespace.num_proc
+    total = namespace.np
     if total is not None and (namespace.nproc_per_node != AUTO or namespace.nnodes is not None):
         _refuse_both_counts(namespace)
     if namespace.hosts is None and namespace.hostfile is None:
@@ -292,7 +292,7 @@ def _hosts(namespace: argparse.Namespace) -> HostSlots:
 
 
 def _refuse_both_counts(namespace: argparse.Namespace) -> None:
-    total = namespace.num_proc
+    total = namespace.np
     _, nnodes = namespace.nnodes or (1, 1)
     per_node = f"-n {namespace.nproc_per_node}"
     if nnodes > 1:
@@ -361,41 +361,30 @@ def _parser(is_check: bool) -> argparse.ArgumentParser:
         # An abbreviation that works today breaks when a second option begins with it.
         allow_abbrev=False,
     )
-    add_option(
+    # Known until 0.3.0, to name what replaces them: --tune, and --check, now npurun check.
+    add_options(
         parser,
-        "-n --nproc-per-node N",
-        "ranks per node; auto (default): one per GPU, or one",
-        type=types.ranks,
-        default=AUTO,
-    )
-    add_option(parser, "-m --module", "the script is the name of a module, as with python -m")
-    add_option(parser, "--log-dir DIR", "write to DIR/rank<N>.log, not to the console")
-    add_option(parser, "--tee", "with --log-dir: write to the console as well")
-    add_option(
-        parser,
-        "--job-id ID",
-        "name of the job (default $JOB_ID, else a new one)",
-        type=types.job_id,
-    )
-    add_option(
-        parser,
-        "--grace S",
-        "seconds until running ranks are killed (default 5)",
-        type=types.seconds,
-        default=5.0,
-    )
-    add_option(parser, "--trace DIR", "write a trace of the iterations and a report to DIR")
-    # Gone since 0.2.0. The parser knows it until 0.3.0, to name what replaces it.
-    add_option(parser, "--tune", argparse.SUPPRESS)
-    _add_changes(parser)
-    # Replaced by npurun check in 0.2.0, and known until 0.3.0.
-    add_option(parser, "--check", argparse.SUPPRESS)
-    add_option(
-        parser,
-        "--bind-to WHAT",
-        "bind ranks to core, l3cache, numa, socket, auto; none",
-        choices=BINDINGS,
-        default=NONE,
+        """
+        -n --nproc-per-node N  ranks per node; auto (default): one per GPU, or one
+        -m --module            the script is the name of a module, as with python -m
+        --log-dir DIR          write to DIR/rank<N>.log, not to the console
+        --tee                  with --log-dir: write to the console as well
+        --job-id ID            name of the job (default $JOB_ID, else a new one)
+        --grace S              seconds until running ranks are killed (default 5)
+        --trace DIR            write a trace of the iterations and a report to DIR
+        --tune
+        --horovod              let import horovod find npu_device.horovod
+        --replicate            train an unchanged Keras script (--seed N: the seed)
+        --shard-optimizer      divide updates among the ranks
+        --seed N
+        --check
+        --bind-to WHAT         bind ranks to core, l3cache, numa, socket, auto; none
+        """,
+        nproc_per_node=types.ranks,
+        job_id=types.job_id,
+        grace=types.seconds,
+        seed=types.count,
+        bind_to=BINDINGS,
     )
     _add_nodes(
         parser.add_argument_group("several nodes (run npurun once on each, or give --hosts)")
@@ -407,92 +396,62 @@ def _parser(is_check: bool) -> argparse.ArgumentParser:
         nargs=argparse.REMAINDER,
         help="a .py file, a program, or with -m a module, and its arguments",
     )
+    parser.set_defaults(
+        nproc_per_node=AUTO,
+        grace=5.0,
+        seed=1,
+        bind_to=NONE,
+        rejoin_timeout=300.0,
+        max_restarts=0,
+        restart_backoff=1.0,
+        preempt_signal=environment.NPU_DEVICE_PREEMPT_SIGNAL.raw() or "TERM",
+        preempt_timeout=environment.NPU_DEVICE_PREEMPT_TIMEOUT.raw() or "25",
+    )
     return parser
 
 
-def _add_changes(parser: argparse.ArgumentParser) -> None:
-    """Add what changes the script that runs."""
-    add_option(parser, "--horovod", "let import horovod find npu_device.horovod")
-    add_option(parser, "--replicate", "train an unchanged Keras script (--seed N: the seed)")
-    add_option(parser, "--shard-optimizer", "divide updates among the ranks")
-    add_option(parser, "--seed N", argparse.SUPPRESS, type=types.count, default=1)
-
-
 def _add_nodes(group: argparse._ActionsContainer) -> None:
-    add_option(group, "--hosts A:N,B:N", "start all nodes from here, over ssh (also -H)")
-    group.add_argument("-H", dest="hosts", help=argparse.SUPPRESS, default=argparse.SUPPRESS)
-    add_option(group, "--hostfile FILE", "the same, from lines such as: A slots=N")
-    add_option(
+    add_options(
         group,
-        "-np N",
-        "number of ranks on all hosts together",
-        dest="num_proc",
-        type=types.positive,
+        f"""
+        --hosts A:N,B:N     start all nodes from here, over ssh (also -H)
+        --hostfile FILE     the same, from lines such as: A slots=N
+        -np N               number of ranks on all hosts together
+        --nnodes N          number of nodes (default 1); MIN:MAX: wait for MAX nodes, run with MIN or
+                            more
+        --node-rank R       number of this node, from 0
+        --master-addr ADDR  address or name of node 0 (one node: 127.0.0.1)
+        --master-port PORT  port of node 0 where the ranks meet (default: the first of
+                            NPU_DEVICE_PORT_RANGE, else {DEFAULT_PORT}; one node: a free one)
+        --rejoin-timeout S  seconds that nodes wait for each other, and --hosts tries a lost host
+                            (default 300)
+        """,
+        np=types.positive,
+        nnodes=types.nodes,
+        node_rank=int,
+        master_port=types.port,
+        rejoin_timeout=types.seconds,
     )
-    add_option(
-        group,
-        "--nnodes N",
-        "number of nodes (default 1); MIN:MAX: wait for MAX nodes, run with MIN or more",
-        type=types.nodes,
-    )
-    add_option(group, "--node-rank R", "number of this node, from 0", type=int)
-    add_option(group, "--master-addr ADDR", "address or name of node 0 (one node: 127.0.0.1)")
-    add_option(
-        group,
-        "--master-port PORT",
-        "port of node 0 where the ranks meet (default: the first of NPU_DEVICE_PORT_RANGE, else "
-        f"{DEFAULT_PORT}; one node: a free one)",
-        type=types.port,
-    )
-    add_option(
-        group,
-        "--rejoin-timeout S",
-        "seconds that nodes wait for each other, and --hosts tries a lost host (default 300)",
-        type=types.seconds,
-        default=300.0,
-    )
+    group.add_argument("-H", dest="hosts", help=argparse.SUPPRESS)
 
 
 def _add_failures(group: argparse._ActionsContainer) -> None:
-    add_option(
+    add_options(
         group,
-        "--max-restarts N",
-        "start a failed job again (default 0)",
-        type=types.count,
-        default=0,
-    )
-    add_option(
-        group,
-        "--max-preemptions N",
-        "continue N times without a node (default: any; 0: end)",
-        type=types.count,
-    )
-    add_option(
-        group,
-        "--max-resizes N",
-        "let nodes join N times (default: any; 0: at restarts)",
-        type=types.count,
-    )
-    add_option(
-        group,
-        "--restart-backoff S",
-        "seconds before a restart, doubled up to 60 (default 1)",
-        type=types.seconds,
-        default=1.0,
-    )
-    add_option(
-        group,
-        "--preempt-signal SIG",
-        "asks for a checkpoint and a stop (default TERM)",
-        type=types.preempt_signal,
-        default=environment.NPU_DEVICE_PREEMPT_SIGNAL.raw() or "TERM",
-    )
-    add_option(
-        group,
-        "--preempt-timeout S",
-        "seconds that the ranks have to do that (default 25)",
-        type=types.preempt_seconds,
-        default=environment.NPU_DEVICE_PREEMPT_TIMEOUT.raw() or "25",
+        """
+        --max-restarts N      start a failed job again (default 0)
+        --max-preemptions N   continue N times without a node (default: any; 0: end)
+        --max-resizes N       let nodes join N times (default: any; 0: at restarts)
+        --restart-backoff S   seconds before a restart, doubled up to 60 (default 1)
+        --preempt-signal SIG  asks for a checkpoint and a stop (default TERM)
+        --preempt-timeout S   seconds that the ranks have to do that (default 25)
+        """,
+        max_restarts=types.count,
+        max_preemptions=types.count,
+        max_resizes=types.count,
+        restart_backoff=types.seconds,
+        preempt_signal=types.preempt_signal,
+        preempt_timeout=types.preempt_seconds,
     )
 
 

@@ -9,7 +9,6 @@ import queue
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterator
 
 from npu_device._src import environment
 from npu_device._src.cluster.handshake import NO_SECRET
@@ -36,49 +35,44 @@ def run(options: Options, reporter: Reporter | None = None) -> int:
     # Signals are received before anything is started, so that none is lost.
     events = signals(options, console)
     try:
-        with (
-            _directory(f"{reporter.name or 'npurun'}-") as directory,
-            RankGuard(directory, folder_in_memory(os.path.basename(directory))) as guard,
-        ):
-            return _run(options, reporter, events, directory, guard)
+        with contextlib.ExitStack() as opened:
+            directory = _directory(f"{reporter.name or 'npurun'}-", opened)
+            name = os.path.basename(directory)
+            guard = opened.enter_context(RankGuard(directory, folder_in_memory(name)))
+            # Found now, and told once: each rank would find it after its imports.
+            environment.check_own_variables(warns=False)
+            memory = None
+            # Without restarts, the copies of several hosts would be of no use.
+            if options.nnodes == 1 or options.nodes_meet:
+                memory = Memory(options.nproc_per_node, options.nodes_meet, name)
+            launch = Launch(options, console, guard, directory, events, reporter, memory, secret())
+            if options.nnodes > 1 and options.node_rank == 0 and not launch.secret:
+                console.say(NO_SECRET)
+            if memory is not None and options.nodes_meet:
+                return _beside_others(launch, memory)
+            return _alone(launch)
     except START_ERRORS as error:
         console.say(str(error))
         return USAGE
 
 
-@contextlib.contextmanager
-def _directory(prefix: str) -> Iterator[str]:
-    """Make a temporary directory that stays as long as the job, and remove it."""
-    with contextlib.ExitStack() as stack:
-        directory = tempfile.mkdtemp(prefix=prefix)
-        # A file that a process still uses on a network file system changes nothing about the outcome of the job.
-        stack.callback(shutil.rmtree, directory, ignore_errors=True)
-        descriptor = os.open(directory, os.O_RDONLY)
-        stack.callback(os.close, descriptor)
-        # systemd-tmpfiles removes what is older than ten days, but nothing in a locked directory (man tmpfiles.d).
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_SH)
-        yield directory
+def _directory(prefix: str, opened: contextlib.ExitStack) -> str:
+    """Make a temporary directory that stays as long as the job, and is removed in the end."""
+    directory = tempfile.mkdtemp(prefix=prefix)
+    # A file that a process still uses on a network file system changes nothing about the outcome of the job.
+    opened.callback(shutil.rmtree, directory, ignore_errors=True)
+    descriptor = os.open(directory, os.O_RDONLY)
+    opened.callback(os.close, descriptor)
+    # systemd-tmpfiles removes what is older than ten days, but nothing in a locked directory (man tmpfiles.d).
+    with contextlib.suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+    return directory
 
 
-def _run(
-    options: Options, reporter: Reporter, events: Events, directory: str, guard: RankGuard
-) -> int:
-    # Found now, and told once: each rank would find it after its imports.
-    environment.check_own_variables(warns=False)
-    memory = None
-    # Without restarts, the copies of several hosts would be of no use.
-    if options.nnodes == 1 or options.nodes_meet:
-        name = os.path.basename(directory)
-        memory = Memory(options.nproc_per_node, options.nodes_meet, name)
-    console = reporter.console
-    launch = Launch(options, console, guard, directory, events, reporter, memory, secret())
-    if options.nnodes > 1 and options.node_rank == 0 and not launch.secret:
-        console.say(NO_SECRET)
-    if not options.nodes_meet:
-        return _alone(launch)
-    assert memory is not None
-    with Neighbour(memory, launch.secret, options.master_addr, console.say) as neighbour:
+def _beside_others(launch: Launch, memory: Memory) -> int:
+    """Run the job together with the launchers of other nodes."""
+    options = launch.options
+    with Neighbour(memory, launch.secret, options.master_addr, launch.console.say) as neighbour:
         if options.node_rank > 0:
             return Member(launch, options.master_addr, neighbour).run()
         # Node 0 leads the job, and carries out its own orders as a member.

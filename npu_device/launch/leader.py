@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import queue
-import socket
 import time
 import traceback
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from npu_device._src.cluster import ports, time_limits as limits
+from npu_device._src.cluster import frames, ports, time_limits as limits
 from npu_device._src.cluster.rank_errors import RESUMABLE
 from npu_device._src.threads import start_thread
 from npu_device._src.version import __version__
@@ -67,6 +66,7 @@ class Leader:
         port = master_port(launch.options)
         # The port is taken at once: one in use is an error of the start.
         self._listener = ports.listen((launch.options.master_addr,), (port, port))
+        self.address = ports.reached_at(self._listener)
         self._events: Events = queue.Queue(_MOST_EVENTS)
         self._links: dict[int, Link] = {}
         # Where each node takes the copies of another one: host and port. That of node 0 has no host.
@@ -77,16 +77,8 @@ class Leader:
         self._running = set[int]()
         self._is_stopping = False
         self._deadline: float | None = None
-        self._is_leaving = False  # this node has been taken away
-        self._signal: int | None = None
-
-    @property
-    def address(self) -> str:
-        host = str(self._listener.getsockname()[0])
-        # An address that means all interfaces can't be connected to.
-        if host in ("::", "0.0.0.0"):
-            return "127.0.0.1"
-        return host
+        # Why no attempt follows: a signal, or this node has been taken away.
+        self._ending: Decision | None = None
 
     def __enter__(self) -> Leader:
         serve(self._listener, self._launch.secret, self._serve)
@@ -140,17 +132,15 @@ class Leader:
         ):
             handle_next(self._events, {}, time.monotonic() + limits.SWEEP_SECONDS)
         with self._listener:
-            self._listener.shutdown(socket.SHUT_RDWR)
+            frames.shut_down(self._listener)
 
     def _lead(self) -> Decision:
         """Run attempts until the job is over, or this node leaves it."""
         wait = 0.0
         while True:
             nodes = self._gather(wait)
-            if self._signal is not None:
-                return Decision(128 + self._signal, is_over=True)
-            if self._is_leaving:
-                return _NOT_OVER
+            if self._ending is not None:
+                return self._ending
             if nodes is None:
                 return self._too_few_nodes()
             try:
@@ -204,7 +194,7 @@ class Leader:
         deadline = began + max(wait, self._options.rejoin_timeout)
         notice_at = began + limits.NODE_NOTICE_SECONDS
         time_now = began
-        while self._signal is None and not self._is_leaving and time_now < deadline:
+        while self._ending is None and time_now < deadline:
             # Nodes that are away aren't waited for as soon as the job can go on.
             absent = self._all - self._idle
             if self._is_enough():
@@ -322,7 +312,7 @@ class Leader:
 
     def _on_message(self, node: int, message: Any) -> None:
         if isinstance(message, JobInterrupted):
-            self._signal = message.signal
+            self._ending = Decision(128 + message.signal, is_over=True)
         elif node not in self._running:
             return
         elif isinstance(message, RankFailed):
@@ -385,7 +375,8 @@ class Leader:
 
     def _lose(self, node: int, how: str) -> None:
         del self._links[node]
-        self._is_leaving = self._is_leaving or node == 0
+        if node == 0:
+            self._ending = self._ending or _NOT_OVER
         if node in self._running:
             self._running.discard(node)
             self._attempt.loss = self._attempt.loss or f"node {node} {how}"

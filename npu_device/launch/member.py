@@ -100,7 +100,6 @@ class Member:
             f"node 0 has said nothing for {NODE_SILENT_SECONDS:g} s: its npurun is stopped, or its host hangs"
         )
         link.close()
-        link.is_lost = True
 
     def _on_plan(self, plan: AttemptPlan) -> None:
         change = ledger.change(self._nodes, plan.nodes, self._options.nproc_per_node)

@@ -6,13 +6,12 @@ is kept by its neighbour when it is lost.
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import threading
 import time
 from typing import Any, Callable
 
-from npu_device._src.cluster import handshake, ports
+from npu_device._src.cluster import frames, handshake, ports
 from npu_device._src.cluster.handshake import TimedConnection
 from npu_device._src.cluster.time_limits import (
     CONNECT_SECONDS,
@@ -67,11 +66,10 @@ class Neighbour:
     def __exit__(self, *_: object) -> None:
         self._has_ended.set()
         with self._listener:
-            self._listener.shutdown(socket.SHUT_RDWR)
+            frames.shut_down(self._listener)
         # A thread that waits for the other side is woken.
         if self._connection is not None:
-            with contextlib.suppress(OSError):
-                self._connection.shutdown(socket.SHUT_RDWR)
+            frames.shut_down(self._connection)
         for thread in self._threads:
             thread.join(CONNECT_SECONDS)
 

@@ -157,7 +157,6 @@ class Link:
                 self.received_at = time.monotonic()
                 message_type = _MESSAGES[str(fields.get("do"))]
                 yield frames.checked(message_type, fields, Failure=Failure)
-        self.is_lost = True
         self.close()
 
     def end(self, message: Any) -> None:
@@ -168,8 +167,8 @@ class Link:
             self.connection.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self.connection.shutdown(socket.SHUT_RDWR)
+        self.is_lost = True
+        frames.shut_down(self.connection)
         self.connection.close()
 
 

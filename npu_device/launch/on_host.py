@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from npu_device._src.cluster.roster import parent_and_start, start_time
+from npu_device._src.cluster.roster import is_running, parent_and_start, start_time
 from npu_device._src.cluster.time_limits import KILL_SECONDS, NODE_STOP_SECONDS, SWEEP_SECONDS
 from npu_device._src.threads import start_thread
 from npu_device.launch import argument_types, checking, launcher
@@ -108,7 +108,7 @@ def _problem_on_host(name: str, serial: int) -> str:
     ending = {pid: start_time(pid) for pid in [*killed, *guards]}
     _send(signal.SIGKILL, killed)
     deadline = time.monotonic() + KILL_SECONDS
-    while running := [pid for pid, started in ending.items() if _is_running(pid, started)]:
+    while running := [pid for pid, started in ending.items() if is_running(pid, started)]:
         if time.monotonic() > deadline:
             pids = ", ".join(map(str, running))
             return (
@@ -136,15 +136,6 @@ def _send(signum: int, pids: list[int]) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signum)
-
-
-def _is_running(pid: int, started: str) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    # A zombie has ended, though its parent hasn't noticed.
-    return state not in "ZX" and start_time(pid) == started
 
 
 if __name__ == "__main__":

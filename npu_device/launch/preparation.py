@@ -115,10 +115,14 @@ def prepare_rendezvous(options: Options, count: int, nodes: Sequence[int] = ()) 
         address = "127.0.0.1"
     hub = None
     if options.node_rank == 0:
+        ports = port, port
+        # The nodes of a job that is started again meet at the port themselves, and tell each other the port of the hub.
+        if options.nodes_meet or (is_single and options.master_port is None):
+            ports = environment.NPU_DEVICE_PORT_RANGE.get() or (0, 0)
         hub = HubProcess(
             secret=hub_secret,
-            listen=(address,),
-            ports=_hub_ports(options, port),
+            hosts=(address,),
+            ports=ports,
             job_id=job_id,
             world_size=len(nodes) * options.nproc_per_node,
             expected_hosts=[f"node{node}" for node in nodes for _ in range(options.nproc_per_node)],
@@ -128,14 +132,6 @@ def prepare_rendezvous(options: Options, count: int, nodes: Sequence[int] = ()) 
         # The system may have chosen it.
         port = hub.port
     return Rendezvous(AttemptPlan(count, nodes, job_id, port), hub, new_secret)
-
-
-def _hub_ports(options: Options, port: int) -> tuple[int, int]:
-    """Return the first and last port that the hub may choose; 0 lets the system choose."""
-    # The nodes of a job that is started again meet at the port themselves, and tell each other the port of the hub.
-    if options.nodes_meet or (options.nnodes == 1 and options.master_port is None):
-        return environment.NPU_DEVICE_PORT_RANGE.get() or (0, 0)
-    return port, port
 
 
 def master_port(options: Options) -> int:

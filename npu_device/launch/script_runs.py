@@ -21,7 +21,7 @@ from npu_device._src.horovod import modules
 from npu_device._src.machine.free_memory import usable_memory
 from npu_device._src.verify.file_shadow import COVERED
 from npu_device._src.verify.plan import PROBLEM
-from npu_device.launch.argument_types import add_option
+from npu_device.launch.argument_types import add_options
 from npu_device.launch.binding import tunables_of_ranks
 from npu_device.launch.guard import RankGuard
 
@@ -36,24 +36,31 @@ _NOT_OF_JOBS = ("NPU_DEVICE_", "TF_", "CUDA_", "NVIDIA_", "GRPC_", "MALLOC_", "n
 """How variables begin that don't describe a job, and so stay."""
 
 
-def make_parser(command: str, ranks: str, description: str) -> argparse.ArgumentParser:
-    """Return a parser for a command, whose option for the number of ranks is written as in ``ranks``."""
-    return argparse.ArgumentParser(
+def make_parser(
+    command: str, ranks: str, description: str, table: str, **forms: Any
+) -> argparse.ArgumentParser:
+    """Return a parser for a command and a script: with the options of a table, and those that tell how the script is
+    started. The option for the number of ranks is written as in ``ranks``.
+    """
+    parser = argparse.ArgumentParser(
         prog=f"npurun {command}",
         usage=f"npurun {command} [{ranks}] [options] [-m] script [argument ...]",
         description=description,
         allow_abbrev=False,
     )
-
-
-def add_script(parser: argparse.ArgumentParser) -> None:
-    """Add the options that tell how a script is started, and the script itself."""
-    add_option(parser, "--json", "print the outcome as JSON")
-    add_option(parser, "--replicate", "of an unchanged script, as with npurun --replicate")
-    add_option(parser, "--horovod", "of a script that imports Horovod, as with npurun --horovod")
-    add_option(parser, "-m --module", "the script is the name of a module")
+    add_options(parser, table, **forms)
+    add_options(
+        parser,
+        """
+        --json       print the outcome as JSON
+        --replicate  of an unchanged script, as with npurun --replicate
+        --horovod    of a script that imports Horovod, as with npurun --horovod
+        -m --module  the script is the name of a module
+        """,
+    )
     parser.add_argument("script", help="a .py file, or with -m a module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
+    return parser
 
 
 def check(parser: argparse.ArgumentParser, options: argparse.Namespace, most_ranks: int) -> None:

@@ -19,7 +19,6 @@ from npu_device._src.wording import counted
 from npu_device.launch import script_runs
 from npu_device.launch.argument_types import (
     HostSlots,
-    add_option,
     minutes,
     parse_hosts,
     positive,
@@ -154,41 +153,23 @@ def make_parser() -> argparse.ArgumentParser:
         "-n N,N",
         "Run a script for some steps as one process with all cores and on several numbers of ranks, in "
         "turn, and say which are faster. Exit code 0: measured; 2: usage; 3: not comparable.",
+        """
+        -n N,N             numbers of ranks (default 1, 2, 4 and so on, as far as cores and memory reach)
+        --minutes M        for all runs (default 10)
+        --steps K          steps that are timed in each run, after the first ones (default 20)
+        --rounds R         turns of each number of ranks, at least; with fewer than 5, nothing is decided
+                           (default 5)
+        --bind-to WHAT     bind ranks as npurun does (default: both ways, if the host has several caches or
+                           NUMA nodes)
+        --shard-optimizer  divide updates, as npurun --shard-optimizer
+        --hosts A:N,B:N    ranks are a job of npurun --hosts, one process runs on this host
+        """,
+        n=_numbers,
+        minutes=minutes,
+        steps=positive,
+        rounds=positive,
+        bind_to=BINDINGS,
+        hosts=parse_hosts,
     )
-    add_option(
-        parser,
-        "-n N,N",
-        "numbers of ranks (default 1, 2, 4 and so on, as far as cores and memory reach)",
-        type=_numbers,
-    )
-    add_option(parser, "--minutes M", "for all runs (default 10)", type=minutes, default=10)
-    add_option(
-        parser,
-        "--steps K",
-        "steps that are timed in each run, after the first ones (default 20)",
-        type=positive,
-        default=20,
-    )
-    add_option(
-        parser,
-        "--rounds R",
-        "turns of each number of ranks, at least; with fewer than 5, nothing is decided (default 5)",
-        type=positive,
-        default=5,
-    )
-    add_option(
-        parser,
-        "--bind-to WHAT",
-        "bind ranks as npurun does (default: both ways, if the host has several caches or NUMA nodes)",
-        choices=BINDINGS,
-    )
-    add_option(parser, "--shard-optimizer", "divide updates, as npurun --shard-optimizer")
-    add_option(
-        parser,
-        "--hosts A:N,B:N",
-        "ranks are a job of npurun --hosts, one process runs on this host",
-        type=parse_hosts,
-        default=[],
-    )
-    script_runs.add_script(parser)
+    parser.set_defaults(minutes=10, steps=20, rounds=5, hosts=[])
     return parser

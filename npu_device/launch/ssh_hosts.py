@@ -76,8 +76,7 @@ class Host:
     starts: int = 0
     is_running: bool = False  # npurun has reported that it runs there
     attempt: int | None = None  # number of the newest attempt that has begun there
-    is_preempted: bool = False
-    end: Report | None = None  # the last report of the running npurun, if it has announced its end
+    end: Report | None = None  # the newest report that npurun ends there, or that the host does
     retry_at: float | None = None
     wait: float = limits.HOST_RETRY_SECONDS  # until the next try, which doubles it
     give_up_at: float | None = None
@@ -228,12 +227,10 @@ class LaunchedHosts:
             if report.count >= self._count:
                 self._count = report.count + 1
                 self._nodes = report.nodes
-        elif report.state == PREEMPTED:
-            host.is_preempted = True
         elif report.state == WRITING:
             # A large copy takes its time, which the user can end.
             self._deadline = None
-        elif report.state in (LEAVING, OVER):
+        elif report.state in (PREEMPTED, LEAVING, OVER):
             host.end = report
         # A job without restarts has no node that speaks for all. And a node that doesn't match node 0 is turned away.
         if report.state == OVER and self._options.restarts_hosts and report.code != USAGE:
@@ -266,19 +263,16 @@ class LaunchedHosts:
             self._conclude(host, end.code, end.is_cause)
         elif is_over or is_misplaced:
             if self._signal is None or was_running:
-                self._say_that_ssh_failed(host, code)
+                program = host.client[0]
+                if code == SSH_FAILED and program != "sh":
+                    self._say(
+                        f"{host.name}: the connection failed or ended (exit code {code} of {program})"
+                    )
                 self._conclude(host, code, is_cause=not self._is_stopping)
         elif was_running:
             self._on_lost(host, end, code)
         else:
             self._retry(host, "not reached")
-
-    def _say_that_ssh_failed(self, host: Host, code: int) -> None:
-        program = host.client[0]
-        if code == SSH_FAILED and program != "sh":
-            self._say(
-                f"{host.name}: the connection failed or ended (exit code {code} of {program})"
-            )
 
     def _conclude(self, host: Host, code: int, is_cause: bool) -> None:
         """Take note of the end of a host. If it has failed, the others have a moment to notice."""
@@ -293,8 +287,7 @@ class LaunchedHosts:
             self._stop_job(code)
 
     def _on_lost(self, host: Host, end: Report | None, code: int) -> None:
-        is_leaving = end is not None or host.is_preempted
-        host.is_preempted = False
+        is_leaving = end is not None
         host.give_up_at = time.monotonic() + self._options.rejoin_timeout
         cause = f"lost (exit code {code} of {host.client[0]})"
         wait = None
@@ -308,7 +301,7 @@ class LaunchedHosts:
         if not problem:
             self._retry(host, cause, wait)
             return
-        self._say(f"host {host.name}, node 0: {cause}. {problem}")
+        self._say(f"host {host.name}, node 0: {cause}. no restart: {problem}")
         verdict = FAILED
         if end is not None and end.code == RESUMABLE:
             verdict = RESUMABLE
@@ -321,11 +314,8 @@ class LaunchedHosts:
         else:
             self._node_0_losses += 1
             if self._options.max_restarts == 0:
-                return "no restart: --max-restarts is 0"
-        limit = used_up(self._options, self._node_0_losses, self._node_0_preemptions)
-        if limit:
-            return f"no restart: {limit}"
-        return ""
+                return "--max-restarts is 0"
+        return used_up(self._options, self._node_0_losses, self._node_0_preemptions)
 
     def _retry(self, host: Host, cause: str, wait: float | None = None) -> None:
         time_now = time.monotonic()

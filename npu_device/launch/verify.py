@@ -18,7 +18,7 @@ from npu_device._src.machine.free_memory import usable_memory
 from npu_device._src.verify.file_shadow import changed_since
 from npu_device._src.verify.plan import PlannedProcess
 from npu_device.launch import script_runs
-from npu_device.launch.argument_types import add_option, positive
+from npu_device.launch.argument_types import positive
 
 _RUNNER = "npu_device._src.verify.runner"
 
@@ -112,20 +112,17 @@ def _parser() -> argparse.ArgumentParser:
         "-n N",
         "Run a script for a few steps as one process and on N ranks, and say where they diverge and why. "
         "Exit code 0: the same; 1: it differs; 2: usage; 3: not comparable.",
+        """
+        -n N         ranks (default 2, and 3 if there is memory)
+        --steps K    steps of every optimizer (default 5)
+        --seconds S  for more phases, after the first step (default 30)
+        --html FILE  write a page with a picture of the ratios, too
+        --keep DIR   keep records, output and written files in DIR
+        --hosts A:N,B:N
+        """,
+        n=positive,
+        steps=positive,
+        seconds=positive,
     )
-    add_option(parser, "-n N", "ranks (default 2, and 3 if there is memory)", type=positive)
-    add_option(
-        parser, "--steps K", "steps of every optimizer (default 5)", type=positive, default=5
-    )
-    add_option(
-        parser,
-        "--seconds S",
-        "for more phases, after the first step (default 30)",
-        type=positive,
-        default=30,
-    )
-    add_option(parser, "--html FILE", "write a page with a picture of the ratios, too")
-    add_option(parser, "--keep DIR", "keep records, output and written files in DIR")
-    parser.add_argument("--hosts", help=argparse.SUPPRESS)
-    script_runs.add_script(parser)
+    parser.set_defaults(steps=5, seconds=30)
     return parser

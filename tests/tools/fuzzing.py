@@ -46,7 +46,7 @@ VALUES = st.recursive(
 
 def hub_of_two(stays: bool) -> HubProcess:
     """Return a running hub for a job of two ranks."""
-    here = {"listen": ("127.0.0.1",), "ports": (0, 0), "host_key": "here", "expected_hosts": ()}
+    here = {"hosts": ("127.0.0.1",), "ports": (0, 0), "host_key": "here", "expected_hosts": ()}
     return HubProcess(secret=SECRET, job_id="fuzz", world_size=2, stays=stays, **here)
 
 

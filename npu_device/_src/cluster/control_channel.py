@@ -39,7 +39,6 @@ class ControlChannel:
         limit = struct.pack("ll", *divmod(int(SHORT_SECONDS * 1e6), 10**6))
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         self._reader = reader
-        self._pid = os.getpid()
         self._sending = threading.Lock()
         self._request_ids = itertools.count(1)
         self._waiting: dict[int, Future[Message]] = {}
@@ -85,24 +84,19 @@ class ControlChannel:
         question = {"kind": topic, "body": body, "ranks": ranges(ranks)}
         return _by_rank(self._request("ask", timeout, **question))
 
-    def reply(self, question: str, answer: Any) -> None:
-        self.notify("reply", question=question, value=answer)
-
     def notify(self, do: str, **fields: Any) -> None:
         """Send a message that needs no answer."""
         self._send({"do": do, **fields})
 
     def close(self) -> None:
-        # A fork shares the connection: shutting it down there would end it for the rank, too.
-        if os.getpid() == self._pid:
-            with contextlib.suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)
+        frames.shut_down(self._socket)
         self._socket.close()
 
     def _close_in_fork(self) -> None:
         """Close the copy of this forked child, or the hub would not see that the parent closes its end."""
         self._problem = "this process is a fork of a rank, not a rank itself"
-        self.close()
+        # A shutdown, as in `close`, would end the connection of the rank, too.
+        self._socket.close()
 
     def _request(self, do: str, seconds: float, **fields: Any) -> Any:
         request_id = next(self._request_ids)
@@ -141,7 +135,7 @@ class ControlChannel:
             except BlockingIOError:
                 self._problem = _stopped(f"has received nothing for {SHORT_SECONDS:g} s")
                 # Half a message may have been sent, so nothing can follow.
-                self._socket.shutdown(socket.SHUT_RDWR)
+                frames.shut_down(self._socket)
 
     def _read(self, on_push: Callable[[Message], None], on_lost: Callable[[str], None]) -> None:
         reason = "the connection to the hub of the job has ended"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -82,6 +82,10 @@ class Cluster:
     def name(self) -> str:
         return self.name_of(self.rank)
 
+    def as_parent(self, pid: int) -> ParentRank:
+        """Return how a child of this process, of which the number is given, sees this rank."""
+        return ParentRank(pid, self.rank, self.world_size, self.neighbours, self.device_id)
+
     def name_of(self, rank: int) -> str:
         """Return the name of a rank in messages: ``rank 1 on host node0``."""
         return f"rank {rank} on host {self.hosts[rank]}"
@@ -92,3 +96,25 @@ class Cluster:
         if len(lines) > limit:
             lines[limit:] = [f"  and {len(lines) - limit} more ranks"]
         return lines
+
+
+@dataclass(frozen=True)
+class ParentRank:
+    """The rank whose child this process is."""
+
+    pid: int
+    rank: int
+    world_size: int
+    neighbours: Sequence[int]  # the ranks of its host, itself among them
+    device_id: int
+
+    @property
+    def local_rank(self) -> int:
+        return self.neighbours.index(self.rank)
+
+    @property
+    def local_size(self) -> int:
+        return len(self.neighbours)
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of {self.world_size} (process {self.pid})"

@@ -12,7 +12,6 @@ import socket
 import struct
 import time
 from concurrent.futures import Future
-from functools import partial
 from typing import Any, Callable
 
 from npu_device._src.cluster import frames
@@ -185,8 +184,7 @@ def serve(
             oldest = next(iter(list(unproved)))
             unproved.pop(oldest, None)
             # The shutdown wakes the thread of the connection, which closes it.
-            with contextlib.suppress(OSError):
-                oldest.shutdown(socket.SHUT_RDWR)
+            frames.shut_down(oldest)
         try:
             start_thread("npu_device-admit", let_in, connection)
         except RuntimeError:
@@ -212,42 +210,37 @@ def admit(connection: socket.socket, secret: bytes) -> tuple[TimedConnection, Me
 
 def resolve(host: str, port: int, seconds: float) -> list[tuple[int, tuple]]:
     """Return the families and socket addresses of a host, in limited time."""
-    look_up = partial(_looked_up, host, port)
-    try:
-        ipaddress.ip_address(host)
-        infos = look_up()
-    except ValueError:
-        infos = _in_time(look_up, seconds)
+    infos = _look_up(host, port, seconds)
     return [(int(family), address) for family, _, _, _, address in infos]
 
 
 def full_name_of_this_host(seconds: float) -> str:
     """Return what ``hostname -f`` prints, in limited time."""
-    look_up = partial(_looked_up, socket.gethostname(), None, socket.AI_CANONNAME)
-    (_, _, _, name, _), *_ = _in_time(look_up, seconds)
+    infos = _look_up(socket.gethostname(), None, seconds, socket.AI_CANONNAME)
+    (_, _, _, name, _), *_ = infos
     return name
 
 
-def _in_time(look_up: Callable[[], list], seconds: float) -> list:
-    # The resolver of the system can block for much longer, and ignores Ctrl-C: it has a thread, which ends on its own.
+def _look_up(host: str, port: int | None, seconds: float, flags: int = 0) -> list:
     answer = Future[list]()
 
     def set_answer() -> None:
         try:
-            answer.set_result(look_up())
-        except AttemptFailedError as failure:
-            answer.set_exception(failure)
+            infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
+            answer.set_result(infos)
+        except (OSError, UnicodeError) as error:
+            answer.set_exception(error)
 
-    start_thread("npu_device-resolve", set_answer)
+    try:
+        ipaddress.ip_address(host)
+        set_answer()
+    except ValueError:
+        # The resolver of the system can block for much longer, and ignores Ctrl-C: its thread ends on its own.
+        start_thread("npu_device-resolve", set_answer)
     try:
         return answer.result(max(0.1, seconds))
     except concurrent.futures.TimeoutError:
         raise AttemptFailedError("the name could not be resolved in time") from None
-
-
-def _looked_up(host: str, port: int | None, flags: int = 0) -> list:
-    try:
-        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise AttemptFailedError(f"the name can't be resolved ({reason})") from error

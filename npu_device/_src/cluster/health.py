@@ -5,6 +5,7 @@ It raises: at once if a collective is pending, or else at the next one.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -159,11 +160,12 @@ class Health:
         if answer is None:
             # The asking rank goes on without an answer.
             return
+        send = functools.partial(self._channel.notify, "reply", question=question)
         reply = answer(body)
         if isinstance(reply, Future):
-            reply.add_done_callback(lambda future: self._channel.reply(question, future.result()))
+            reply.add_done_callback(lambda future: send(value=future.result()))
         else:
-            self._channel.reply(question, reply)
+            send(value=reply)
 
     def _missed(self, group: GroupId, count: int) -> str | None:
         """Return the error text if a member left before the last of the ``count`` transfers of this rank."""

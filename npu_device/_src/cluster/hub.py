@@ -24,7 +24,6 @@ from npu_device._src.cluster import frames, ports, time_limits as limits
 from npu_device._src.cluster.frames import Message
 from npu_device._src.cluster.hub_client import Client, State
 from npu_device._src.cluster.hub_rendezvous import HubRendezvous
-from npu_device._src.cluster.rank_errors import PortTakenError, RendezvousError
 from npu_device._src.cluster.roster import Hello
 from npu_device._src.cluster.server_handshake import UnprovedError
 from npu_device._src.cluster.services import Services
@@ -186,8 +185,7 @@ class Hub:
         # Dropped, since a client that reads nothing must not fill the memory of the hub.
         if len(client.outbox) > _LONGEST_OUTBOX:
             client.outbox.clear()
-            with contextlib.suppress(OSError):
-                client.socket.shutdown(socket.SHUT_RDWR)
+            frames.shut_down(client.socket)
         elif len(client.outbox) == len(frame):
             self._flush(client)
 
@@ -270,8 +268,6 @@ class Hub:
         for client in ranks:
             client.reader.limit = frames.LIMIT_FROM_RANK
             self._send(client, frames.encode({"rank": client.rank}) + shared)
-        for child in self._rendezvous.children():
-            self._rendezvous.tell_child(child)
 
     def _refuse_all(self, text: str) -> None:
         for client in self._rendezvous.arrivals() + self._rendezvous.children():
@@ -286,22 +282,20 @@ class Hub:
 
 
 def main() -> None:
-    """Serve with the settings in the first line of standard input, which stays open while the parent runs."""
+    """Serve with the settings in the first line of standard input, which stays open while the parent runs.
+
+    The parent has opened the listener, and this process inherits it.
+    """
     settings = json.loads(sys.stdin.buffer.readline())
     os.chdir("/")
     # A scheduler may signal all processes of a job (Slurm). The ranks need the hub until they have ended their step.
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signum, signal.SIG_IGN)
     ports.allow_many_descriptors()
-    try:
-        listener = ports.listen(settings["listen"], settings["ports"])
-    except RendezvousError as error:
-        failure = {"error": str(error), "taken": isinstance(error, PortTakenError)}
-        print(json.dumps(failure), flush=True)
-        return
+    listener = socket.socket(fileno=settings["listener"])
     listener.setblocking(False)
-    host, port = listener.getsockname()[:2]
-    print(json.dumps({"host": host, "port": port}), flush=True)
+    # The parent waits for this line.
+    print(flush=True)
     # The parent closes the pipe after that line: printing into it would be an error.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     Hub(settings, listener, sys.stdin.fileno()).run()

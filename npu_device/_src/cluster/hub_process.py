@@ -10,10 +10,12 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from npu_device._src.cluster.rank_errors import PortTakenError, RendezvousError
+from npu_device._src.cluster.ports import listen, reached_at
+from npu_device._src.cluster.rank_errors import RendezvousError
 
 _ROOT = Path(__file__).resolve().parents[len(__package__.split("."))]
 _CODE = f"import sys; sys.path.append(sys.argv[1]); from {__package__}.hub import main; main()"
@@ -22,42 +24,49 @@ _CODE = f"import sys; sys.path.append(sys.argv[1]); from {__package__}.hub impor
 class HubProcess:
     """A running hub, as its parent sees it; PortTakenError or RendezvousError if it can't listen.
 
-    The settings are what ``Hub`` reads, and the addresses (``listen``) and first and last port (``ports``).
+    It listens at one of the ports, the first and the last of which are given, so that the hosts reach it. The settings
+    are what ``Hub`` reads.
     """
 
-    def __init__(self, *, secret: bytes, speaks: bool = False, **settings: Any) -> None:
+    def __init__(
+        self,
+        *,
+        secret: bytes,
+        hosts: Sequence[str],
+        ports: Sequence[int],
+        speaks: bool = False,
+        **settings: Any,
+    ) -> None:
         errors: int | None = subprocess.DEVNULL
         if speaks:
             # The hub inherits this process's standard error.
             errors = None
-        self.process = subprocess.Popen(
-            # -I and -S: neither the user's settings nor installed packages delay the start.
-            [sys.executable, "-I", "-S", "-c", _CODE, str(_ROOT)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            # Neither Ctrl-C nor the end of the starter's process group ends the hub.
-            start_new_session=True,
-        )
-        settings.update(secret=secret.hex(), speaks=speaks)
+        with listen(hosts, ports) as listener:
+            self.host = reached_at(listener)
+            self.port: int = listener.getsockname()[1]
+            self.process = subprocess.Popen(
+                # -I and -S: neither the user's settings nor installed packages delay the start.
+                [sys.executable, "-I", "-S", "-c", _CODE, str(_ROOT)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                # Neither Ctrl-C nor the end of the starter's process group ends the hub.
+                start_new_session=True,
+                pass_fds=[listener.fileno()],
+            )
+            settings.update(secret=secret.hex(), speaks=speaks, listener=listener.fileno())
         assert self.process.stdin is not None and self.process.stdout is not None
         with self.process.stdout as stdout:
             with contextlib.suppress(BrokenPipeError):
                 self.process.stdin.write(json.dumps(settings).encode() + b"\n")
                 self.process.stdin.flush()
-            answer = stdout.readline()
-        reply = json.loads(answer or "{}")
-        if "port" not in reply:
+            is_running = stdout.readline()
+        if not is_running:
             self.close()
-            crash = (
-                f"the hub of the job could not be started: it ended with code {self.process.wait()}"
+            code = self.process.wait()
+            raise RendezvousError(
+                f"the hub of the job could not be started: it ended with code {code}"
             )
-            text = reply.get("error", crash)
-            if reply.get("taken"):
-                raise PortTakenError(text)
-            raise RendezvousError(text)
-        self.host = str(reply["host"])
-        self.port = int(reply["port"])
         os.register_at_fork(after_in_child=self.close)
 
     def close(self) -> None:

@@ -75,7 +75,7 @@ class HubRendezvous:
             if hello.is_child_of(rival.arrival.hello):
                 client.state = State.CHILD
                 client.parent = rival
-                self.tell_child(client)
+                self._tell_child(client)
                 return
         # Children may have come before the process that started them.
         children = [rival for rival in rivals if rival.arrival.hello.is_child_of(hello)]
@@ -122,7 +122,7 @@ class HubRendezvous:
         """Tell a client how long it will have to wait for the ranks, in seconds."""
         self._send(client, {"wait": max(0.0, self._end_of_waiting() - time.monotonic())})
 
-    def tell_child(self, client: Client) -> None:
+    def _tell_child(self, client: Client) -> None:
         """Tell a client whose child it is, once the ranks have met; it waits with them until then."""
         parent = client
         while parent.state is State.CHILD:
@@ -154,18 +154,14 @@ class HubRendezvous:
         if not self.roster.complete:
             self._candidates_until = None
             return False
-        return not self._ask_candidates(time_now)
-
-    def _ask_candidates(self, time_now: float) -> bool:
-        """Ask processes that may take the place of a rank, once; return True while they may still come."""
         candidates = {client: client.arrival.hello.candidate for client in self.arrivals()}
         if not any(candidate is not None for candidate in candidates.values()):
-            return False
+            return True
         if self._candidates_until is None:
             self._candidates_until = time_now + limits.CANDIDATE_SECONDS
             for client, candidate in candidates.items():
                 self._send(client, {"wait": limits.CANDIDATE_SECONDS, "for": candidate})
-        return time_now < self._candidates_until
+        return time_now >= self._candidates_until
 
     def complaint(self, time_now: float) -> str | None:
         """Return the error that ends the rendezvous: the time is up, or the ranks contradict each other."""
@@ -189,8 +185,10 @@ class HubRendezvous:
             self._send(client, {"waits_for": absent})
 
     def number_ranks(self) -> None:
-        """Give the clients that have come their ranks."""
+        """Give the clients that have come their ranks, and tell children of which of them they are one."""
         self.ranks = sorted(self.arrivals(), key=lambda client: client.arrival.order)
         for rank, client in enumerate(self.ranks):
             client.state = State.RANK
             client.rank = rank
+        for child in self.children():
+            self._tell_child(child)

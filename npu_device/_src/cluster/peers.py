@@ -15,7 +15,7 @@ from queue import SimpleQueue
 from typing import Callable, NoReturn
 
 from npu_device._src import environment
-from npu_device._src.cluster import time_limits as limits
+from npu_device._src.cluster import frames, time_limits as limits
 from npu_device._src.cluster.control_channel import ControlChannel
 from npu_device._src.cluster.description import Cluster
 from npu_device._src.cluster.frames import Message
@@ -74,8 +74,7 @@ class Peers:
 
         # From Python 3.12 on, no thread can be started once the script has ended.
         for _ in range(self._cluster.world_size - 1):
-            name = "npu_device-serve"
-            start_thread(name, serve_one_by_one)
+            start_thread("npu_device-serve", serve_one_by_one)
         self._served[stream_id] = waiting
         self.open()
 
@@ -177,8 +176,7 @@ class Peers:
             # A fork leaves the connections alone, or the rank itself would lose them.
             if not in_fork:
                 # The shutdown wakes the thread that reads from the connection.
-                with contextlib.suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
+                frames.shut_down(connection)
             connection.close()
 
     def _admitted(self, timed: TimedConnection, said: Message) -> None:

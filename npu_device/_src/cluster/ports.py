@@ -52,6 +52,15 @@ def join_address(host: str, port: int) -> str:
     return f"{host}:{port}"
 
 
+def reached_at(listener: socket.socket) -> str:
+    """Return an address at which this host can connect to a listener."""
+    host = str(listener.getsockname()[0])
+    # An address that means all interfaces can't be connected to.
+    if host in ("::", "0.0.0.0"):
+        return "127.0.0.1"
+    return host
+
+
 def listen(hosts: Sequence[str], ports: Sequence[int]) -> socket.socket:
     """Return the listening socket of the hub; PortTakenError (Ascend's EI0019) or RendezvousError if there is none."""
     lowest, highest = ports

@@ -24,8 +24,8 @@ class RendezvousError(ClusterError):
 class ChildOfRankError(ClusterError):
     """This process is no rank: one of its ancestors is the rank (``parent``) whose variables it has."""
 
-    def __init__(self, parent: dict[str, Any]) -> None:
-        super().__init__(f"this process is a child of rank {parent['rank']}")
+    def __init__(self, parent: Any) -> None:
+        super().__init__(f"this process is a child of rank {parent.rank}")
         self.parent = parent
 
 

@@ -11,14 +11,14 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, fields
 from typing import Any
 
 from npu_device._src import environment
 from npu_device._src.cluster import frames, time_limits as limits
 from npu_device._src.cluster.control_channel import ControlChannel
-from npu_device._src.cluster.description import Cluster, Membership
+from npu_device._src.cluster.description import Cluster, Membership, ParentRank
 from npu_device._src.cluster.handshake import (
     ANOTHER_PROGRAM,
     NO_SECRET,
@@ -31,7 +31,6 @@ from npu_device._src.cluster.ports import is_loopback, join_address
 from npu_device._src.cluster.rank_errors import ChildOfRankError, PortTakenError, RendezvousError
 from npu_device._src.cluster.roster import Hello, ancestors, start_time
 from npu_device._src.version import __version__
-from npu_device._src.wording import MOST_RANKS
 
 # Names of the packages by which TensorFlow is installed; the first one found tells the version.
 _TENSORFLOWS = """
@@ -53,11 +52,11 @@ def meet(membership: Membership) -> tuple[Cluster, ControlChannel]:
 
     Raises RendezvousError, on all ranks that came with the same text, or ChildOfRankError.
     """
-    search = _HubSearch(membership, _hello(membership))
+    search = _HubSearch(membership)
     if membership.starts_hub:
-        cluster, channel = _start_hub(membership, search)
+        cluster, channel = search.start_hub()
     else:
-        cluster, channel = search.search()
+        cluster, channel = search.search(membership.chief_hosts)
     _log.info(
         "rank %d of %d has met the others on %s",
         cluster.rank,
@@ -93,58 +92,10 @@ def installed_versions() -> dict[str, str]:
 _Met = tuple[Cluster, ControlChannel]
 
 
-def _start_hub(membership: Membership, search: _HubSearch) -> _Met:
-    if membership.secret == b"" and not all(map(is_loopback, membership.chief_hosts)):
-        _log.warning("%s", NO_SECRET)
-    copied = ("job_id", "world_size", "expected_hosts", "host_key")
-    settings = {name: getattr(membership, name) for name in copied}
-    while True:
-        try:
-            hub = HubProcess(
-                secret=membership.secret,
-                listen=membership.chief_hosts,
-                ports=(membership.chief_port, membership.chief_port),
-                stays=False,
-                speaks=membership.under_mpiexec,
-                **settings,
-            )
-        except PortTakenError:
-            # The port is taken by the hub of an earlier process of this rank, or of a second process started as this
-            # rank, which every rank must be told of. A hub whose job is ending frees the port soon.
-            met = search.try_each_once(membership.chief_hosts)
-            if met is not None:
-                return met
-            if search.remaining() <= 0 or (
-                not search.is_busy and time.monotonic() > search.began + limits.OLD_HUB_SECONDS
-            ):
-                raise
-            time.sleep(limits.OLD_HUB_PAUSE_SECONDS)
-            continue
-        # These addresses tell that the hub listens at all of this host.
-        if hub.host in ("::", "0.0.0.0"):
-            return search.search(("127.0.0.1",))
-        return search.search((hub.host,))
-
-
-def _number(claim: Any, limit: float) -> float:
-    number = float(claim)
-    # This comparison refuses NaN, too.
-    if not 0 <= number <= limit:
-        raise ValueError("no such number")
-    return number
-
-
-def _child(parent: Any) -> ChildOfRankError:
-    names = ("pid", "rank", "world_size", "device_id")
-    description: dict[str, Any] = {name: int(parent[name]) for name in names}
-    description["neighbours"] = list(map(int, parent["neighbours"]))
-    return ChildOfRankError(description)
-
-
 def _cluster(membership: Membership, rank: int, roster: Any) -> Cluster:
     hosts = tuple(map(str, roster["hosts"]))
     addresses = tuple(map(str, roster["addresses"]))
-    if not rank < len(hosts) == len(addresses):
+    if not 0 <= rank < len(hosts) == len(addresses):
         raise ValueError("no such rank")
     on_loopback = bool(roster["loopback"]) and all(map(is_loopback, membership.chief_hosts))
     trusted = bool(membership.secret) or on_loopback
@@ -154,41 +105,78 @@ def _cluster(membership: Membership, rank: int, roster: Any) -> Cluster:
 class _HubSearch:
     """The attempts of a rank to reach the hub."""
 
-    def __init__(self, membership: Membership, hello: Hello) -> None:
+    def __init__(self, membership: Membership) -> None:
         self._membership = membership
-        self._hello = hello
-        self.began = time.monotonic()
-        self._deadline = self.began + membership.connect_timeout
-        self._next_progress = self.began + limits.FIRST_PROGRESS_SECONDS
+        self._hello = _hello(membership)
+        self._began = time.monotonic()
+        self._deadline = self._began + membership.connect_timeout
         self._outcomes: dict[str, str] = {}
-        self._name = f"{hello.name} of job {hello.job_id!r}"
-        self.is_busy = False
+        self._name = f"{self._hello.name} of job {membership.job_id!r}"
+        self._is_busy = False
 
-    def remaining(self) -> float:
+    def start_hub(self) -> _Met:
+        """Start the hub and meet the others there, or at a hub that another process of this rank has started."""
+        membership = self._membership
+        if membership.secret == b"" and not all(map(is_loopback, membership.chief_hosts)):
+            _log.warning("%s", NO_SECRET)
+        copied = ("job_id", "world_size", "expected_hosts", "host_key")
+        settings = {name: getattr(membership, name) for name in copied}
+        while True:
+            try:
+                hub = HubProcess(
+                    secret=membership.secret,
+                    hosts=membership.chief_hosts,
+                    ports=(membership.chief_port, membership.chief_port),
+                    stays=False,
+                    speaks=membership.under_mpiexec,
+                    **settings,
+                )
+            except PortTakenError:
+                # The port is taken by the hub of an earlier process of this rank, or of a second process started as
+                # this rank, which every rank must be told of. A hub whose job is ending frees the port soon.
+                met = self._try_each_once(membership.chief_hosts)
+                if met is not None:
+                    return met
+                if self._remaining() <= 0 or (
+                    not self._is_busy and time.monotonic() > self._began + limits.OLD_HUB_SECONDS
+                ):
+                    raise
+                time.sleep(limits.OLD_HUB_PAUSE_SECONDS)
+                continue
+            return self.search((hub.host,))
+
+    def _remaining(self) -> float:
         return self._deadline - time.monotonic()
 
-    def search(self, hosts: Sequence[str] = ()) -> _Met:
+    def search(self, hosts: Iterable[str]) -> _Met:
         """Try the addresses of the hub in turn until it answers."""
         pause = limits.FIRST_PAUSE_SECONDS
+        next_progress = limits.FIRST_PROGRESS_SECONDS
         while True:
-            met = self.try_each_once(hosts or self._membership.chief_hosts)
+            met = self._try_each_once(hosts)
             if met is not None:
                 return met
-            if self.remaining() <= 0:
+            if self._remaining() <= 0:
                 raise RendezvousError(self._complaint())
-            self._progress("is looking for the chief: " + "; ".join(self._lines))
-            time.sleep(max(0.0, min(pause, self.remaining())))
+            waited = time.monotonic() - self._began
+            if waited >= next_progress:
+                next_progress = waited + limits.NEXT_PROGRESS_SECONDS
+                outcomes = "; ".join(self._lines)
+                _log.warning(
+                    "after %.0f s: %s is looking for the chief: %s", waited, self._name, outcomes
+                )
+            time.sleep(max(0.0, min(pause, self._remaining())))
             pause = min(2 * pause, limits.LONGEST_PAUSE_SECONDS)
 
-    def try_each_once(self, hosts: Iterable[str]) -> _Met | None:
+    def _try_each_once(self, hosts: Iterable[str]) -> _Met | None:
         """Try each address once; return None if the hub of this job is at none of them."""
         port = self._membership.chief_port
         for host in hosts:
             try:
-                return self._join(reach(host, port, self.remaining(), self._membership.secret))
+                return self._join(reach(host, port, self._remaining(), self._membership.secret))
             except AttemptFailedError as failure:
                 self._outcomes[join_address(host, port)] = str(failure)
-            if self.remaining() <= 0:
+            if self._remaining() <= 0:
                 break
         return None
 
@@ -217,21 +205,24 @@ class _HubSearch:
         seconds = limits.ANSWER_SECONDS
         silence = "no answer"
         closure = "the connection was closed without an answer: a hub that is ending"
-        self.is_busy = False
+        self._is_busy = False
         while True:
             answer = timed.receive(seconds, silent=f"{silence}: the hub is stopped", closed=closure)
             said: Any
             # The first key tells what the answer is.
             verdict, said = next(iter(answer.items()), ("", None))
             if verdict == "wait":
-                wait = _number(said, limits.LONGEST_WAIT_SECONDS)
+                wait = float(said)
+                # This comparison refuses NaN, too.
+                if not 0 <= wait <= limits.LONGEST_WAIT_SECONDS:
+                    raise ValueError("no such time")
                 seconds = wait + limits.VERDICT_MARGIN_SECONDS
                 silence = "the chief accepted this rank, and then sent nothing more"
                 closure = "the chief accepted this rank, and then was gone"
                 if answer.get("for") is not None:
                     _log.warning(_CANDIDATE, os.getpid(), self._hello.candidate, wait)
             elif verdict == "waits_for":
-                waited = time.monotonic() - self.began
+                waited = time.monotonic() - self._began
                 text = f"the chief waits for {said} of job {self._hello.job_id!r}"
                 # One line says which ranks are missing.
                 if not self._hello.is_chief:
@@ -240,24 +231,18 @@ class _HubSearch:
             elif verdict == "refused":
                 raise RendezvousError(str(said))
             elif verdict == "busy":
-                self.is_busy = True
+                self._is_busy = True
                 raise AttemptFailedError(str(said))
             elif verdict == "child_of":
-                raise _child(said)
+                raise ChildOfRankError(frames.checked(ParentRank, said))
             elif verdict == "rank":
                 # The roster follows in a message of its own.
-                rank = int(_number(said, MOST_RANKS))
+                rank = int(said)
             elif verdict == "roster" and rank is not None:
                 cluster = _cluster(self._membership, rank, said)
                 return cluster, ControlChannel(timed.connection, timed.reader)
             else:
                 raise ValueError("no answer that a rank expects")
-
-    def _progress(self, activity: str) -> None:
-        time_now = time.monotonic()
-        if time_now >= self._next_progress:
-            self._next_progress = time_now + limits.NEXT_PROGRESS_SECONDS
-            _log.warning("after %.0f s: %s %s", time_now - self.began, self._name, activity)
 
     @property
     def _lines(self) -> list[str]:

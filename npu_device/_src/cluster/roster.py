@@ -104,6 +104,11 @@ def start_time(pid: int) -> str:
     return parent_and_start(pid)[1]
 
 
+def is_running(pid: int, started: str) -> bool:
+    """Return True if the process with this id and start time is running; a later process may have the id."""
+    return started != "" and start_time(pid) == started
+
+
 def ancestors() -> list[tuple[int, str]]:
     """Return number and start time of the parent of this process, of its parent, and so on, as far as known."""
     processes: list[tuple[int, str]] = []
@@ -118,14 +123,17 @@ def ancestors() -> list[tuple[int, str]]:
 
 
 def parent_and_start(pid: int) -> tuple[int, str]:
-    """Return the parent and the start time of a process; 0 and "" if unknown."""
+    """Return the parent and the start time of a process; 0 and "" if it has ended."""
     try:
         with open(f"/proc/{pid}/stat", errors="replace") as file:
             # The program's name is in parentheses, and may hold spaces and parentheses itself (man proc_pid_stat).
             fields = file.read().rpartition(")")[2].split()
-        return int(fields[1]), fields[19]
-    except (OSError, IndexError, ValueError):
+    except OSError:
         return 0, ""
+    # A zombie has ended, though its parent hasn't noticed.
+    if fields[0] in "ZX":
+        return 0, ""
+    return int(fields[1]), fields[19]
 
 
 @dataclass(frozen=True)

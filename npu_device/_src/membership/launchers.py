@@ -38,8 +38,9 @@ class Launched:
     port: int | None = None  # port at which the ranks meet there; None if the launcher names none
 
     def __str__(self) -> str:
-        source = f"{self.launcher}: {self.rank_variable}={self.rank}"
-        return f"rank {self.rank} of {self.size} ({source})"
+        return (
+            f"rank {self.rank} of {self.size} ({self.launcher}: {self.rank_variable}={self.rank})"
+        )
 
 
 _REMEDY = (

@@ -15,12 +15,12 @@ import contextlib
 import hashlib
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from npu_device._src import environment
-from npu_device._src.cluster.description import Cluster
-from npu_device._src.cluster.roster import start_time
+from npu_device._src.cluster.description import ParentRank
+from npu_device._src.cluster.roster import is_running, start_time
 
 _NAMES = """
 RANK_TABLE_FILE RANK_ID RANK_SIZE POD_NAME CM_CHIEF_IP CM_CHIEF_PORT CM_CHIEF_DEVICE CM_WORKER_SIZE CM_WORKER_IP
@@ -34,34 +34,9 @@ OF_A_RANK = tuple(variable for variable in environment.ALL if variable.name in _
 _DEVICES = (environment.ASCEND_DEVICE_ID, environment.DEVICE_ID)
 
 
-@dataclass(frozen=True)
-class ParentRank:
-    """The rank whose child this process is."""
-
-    pid: int
-    rank: int
-    world_size: int
-    neighbours: list[int]  # the ranks of its host, itself among them
-    device_id: int
-
-    @property
-    def local_rank(self) -> int:
-        return self.neighbours.index(self.rank)
-
-    @property
-    def local_size(self) -> int:
-        return len(self.neighbours)
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} of {self.world_size} (process {self.pid})"
-
-    @classmethod
-    def of(cls, cluster: Cluster, pid: int) -> ParentRank:
-        return cls(pid, cluster.rank, cluster.world_size, cluster.neighbours, cluster.device_id)
-
-
-def mark(cluster: Cluster) -> None:
-    _mark(**asdict(ParentRank.of(cluster, os.getpid())))
+def mark(rank: ParentRank) -> None:
+    """Mark the environment of this process, which has become the rank, or is a child of it."""
+    _mark(**asdict(rank))
 
 
 def mark_as_candidate() -> None:
@@ -70,7 +45,7 @@ def mark_as_candidate() -> None:
     if not any(variable.is_set() for variable in OF_A_RANK):
         return
     mark = _mark_of_another_process()
-    if mark is None or ("rank" not in mark and not _is_running(mark)):
+    if mark is None or ("rank" not in mark and not is_running(mark["pid"], mark["since"])):
         _mark(pid=os.getpid())
 
 
@@ -78,10 +53,6 @@ def is_candidate() -> bool:
     """Return True if this process has marked itself, and hasn't become a rank since, nor failed to."""
     mark = _mark_in_environment()
     return mark.get("pid") == os.getpid() and "rank" not in mark
-
-
-def mark_as_child(parent: dict[str, Any]) -> None:
-    _mark(**asdict(ParentRank(**parent)))
 
 
 def _mark(pid: int, **fields: Any) -> None:
@@ -106,14 +77,9 @@ def inherited() -> ParentRank | None:
 def candidate() -> int | None:
     """Return the id of the running process that has started this one, and may become the rank itself."""
     mark = _mark_of_another_process()
-    if mark is None or "rank" in mark or not _is_running(mark):
+    if mark is None or "rank" in mark or not is_running(mark["pid"], mark["since"]):
         return None
     return int(mark["pid"])
-
-
-def _is_running(mark: dict[str, Any]) -> bool:
-    """Return True if the process that has made a mark is running; its id may belong to a later process."""
-    return bool(start_time(mark["pid"]) == mark["since"])
 
 
 def _mark_of_another_process() -> dict[str, Any] | None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from npu_device._src.cluster.rank_errors import ClusterError
 from npu_device._src.cluster.time_limits import TABLE_POLL_SECONDS
-from npu_device._src.environment.forms import ADDRESS, INDEX, PORT, Form, Value
+from npu_device._src.environment.forms import ADDRESS, INDEX, PORT, TEXT, Form, Value
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def _read_groups(table: Fields) -> list[TableDevice]:
     for position, (instance, fields) in enumerate(pairs):
         if is_lab:
             rank = instance.whole_number("rank_id")
-            pod = instance.optional_text("pod_name")
+            pod = instance.optional("pod_name", TEXT)
         else:
             rank = position
             pod = instance.text("pod_name", "the pod's name")
@@ -140,19 +140,13 @@ def _read_groups(table: Fields) -> list[TableDevice]:
 
 
 def _device(fields: Fields, server: Fields, rank: int, pod: str | None) -> TableDevice:
-    host_port = None
-    device_ip = None
-    if fields.has("host_port"):
-        host_port = fields.parsed("host_port", PORT, "a port from 1 to 65535")
-    if fields.has("device_ip"):
-        device_ip = fields.parsed("device_ip", ADDRESS, "an IPv4 or IPv6 address")
     return TableDevice(
         rank=rank,
         server_id=server.server_id(),
         device_id=fields.whole_number("device_id"),
-        host_ip=server.optional_text("host_ip"),
-        device_ip=device_ip,
-        host_port=host_port,
+        host_ip=server.optional("host_ip", TEXT),
+        device_ip=fields.optional("device_ip", ADDRESS),
+        host_port=fields.optional("host_port", PORT, "a port from 1 to 65535"),
         pod=pod,
         location=fields.location("")[:-1],
     )
@@ -285,13 +279,10 @@ class Fields:
     def whole_number(self, name: str, expected: str = "a whole number from 0") -> int:
         return self.parsed(name, INDEX, expected)
 
-    def has(self, name: str) -> bool:
-        return self.content.get(name) not in (None, "")
-
-    def optional_text(self, name: str) -> str | None:
-        if not self.has(name):
+    def optional(self, name: str, form: Form[Value], expected: str = "") -> Value | None:
+        if self.content.get(name) in (None, ""):
             return None
-        return self.text(name, "text")
+        return self.parsed(name, form, expected or form.expected)
 
     def check_count(self, name: str, count: int, noun: str) -> None:
         """Check an optional field that says how many of something the table lists."""

@@ -115,9 +115,9 @@ def _add_task(tasks: dict[_Address, _Task], task: _Task, text: Any) -> None:
     except ValueError:
         expected = 'expected "host:port", or "[address]:port" for IPv6'
         raise _fault(f"has {text!r} for cluster.{name}[{position}]; {expected}") from None
-    earlier_name, earlier_position = tasks.setdefault(address, task)
-    if (earlier_name, earlier_position) != task:
-        twins = f"gives {earlier_name} {earlier_position} and {name} {position} the same address {text!r}"
+    twin = tasks.setdefault(address, task)
+    if twin != task:
+        twins = f"gives {twin[0]} {twin[1]} and {name} {position} the same address {text!r}"
         raise _fault(f"{twins}; expected different ones")
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from npu_device._src import compat
-from npu_device._src.cluster.description import Cluster
+from npu_device._src.cluster.description import Cluster, ParentRank
 from npu_device._src.collectives.group import (
     WORLD_GROUP,
     Group,
@@ -19,7 +19,6 @@ from npu_device._src.collectives.group import (
     find_group,
     listed,
 )
-from npu_device._src.membership.parent_rank import ParentRank
 from npu_device._src.training.opening import device
 from npu_device._src.wording import counted
 

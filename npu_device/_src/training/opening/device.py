@@ -23,7 +23,7 @@ import tensorflow as tf
 
 from npu_device._src import compat, environment
 from npu_device._src.cluster import rendezvous
-from npu_device._src.cluster.description import Cluster, Membership
+from npu_device._src.cluster.description import Cluster, Membership, ParentRank
 from npu_device._src.cluster.rank_errors import ChildOfRankError, ClusterError
 from npu_device._src.collectives import engine_text, job as jobs, resources, tensorflow_server
 from npu_device._src.collectives.engine_choice import choose_engine
@@ -31,7 +31,6 @@ from npu_device._src.collectives.engines.host.host_detection import detect_hosts
 from npu_device._src.collectives.job import Job
 from npu_device._src.collectives.stall import StallWatch
 from npu_device._src.membership import parent_rank, schemes
-from npu_device._src.membership.parent_rank import ParentRank
 from npu_device._src.options import global_options
 from npu_device._src.report.report_files import write_report
 from npu_device._src.trace import trace
@@ -150,7 +149,7 @@ def open(device_id: int | None = None, seed: int | None = None) -> NpuDeviceHand
             cluster = _join(membership, seed)
         except ChildOfRankError as child:
             # The child was started before its parent's open, or without its parent's mark.
-            parent_rank.mark_as_child(child.parent)
+            parent_rank.mark(child.parent)
             return open(device_id)
         _handle = NpuDeviceHandle(cluster.device_id, cluster.world_size, cluster.rank)
     _tf_config = environment.TF_CONFIG.raw()
@@ -195,7 +194,7 @@ def _join(membership: Membership, seed: int | None) -> Cluster:
         compat.renew_context_of_graphs()
         cluster, channel = rendezvous.meet(membership)
         # The mark changes the environment, which threads of TensorFlow may read once they have started.
-        parent_rank.mark(cluster)
+        parent_rank.mark(cluster.as_parent(os.getpid()))
         job = jobs.start(cluster, channel, membership.starts_hub, membership.secret)
         _begin(job, trace_settings, seed)
     except ChildOfRankError:
@@ -406,4 +405,4 @@ def parent_of_this_process() -> ParentRank | None:
         return parent_rank.inherited()
     if not job.in_fork:
         return None
-    return ParentRank.of(job.cluster, job.pid)
+    return job.cluster.as_parent(job.pid)
