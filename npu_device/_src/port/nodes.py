@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import libcst as cst
@@ -33,6 +33,19 @@ def bounded(steps: int, unknown: Any) -> Callable[[Callable], Callable]:
         return follow_step
 
     return decorate
+
+
+def follow(start: Any, sources: Callable[[Any], Iterable]) -> Iterator:
+    """Yield a node, and all those that its sources lead to, each once: assignments may go round in a circle."""
+    visited = set()
+    pending = [start]
+    while pending:
+        node = pending.pop()
+        if node not in visited:
+            visited.add(node)
+            yield node
+            # The sources of a source come before the next source.
+            pending += reversed(list(sources(node)))
 
 
 def walk(node: Any, into_definitions: bool = True) -> Iterator:

@@ -19,6 +19,7 @@ from npu_device._src.port.nodes import (
     DEFINITIONS,
     argument,
     dotted,
+    follow,
     last_word,
     method,
     parameters,
@@ -73,8 +74,6 @@ class Script:
         self._functions = self.of(cst.FunctionDef)
         self.classes = {node.name.value: node for node in self.of(cst.ClassDef)}
         self.imported: list[tuple[str, Any]] = []
-        # The import that a name is assigned, by its local qualified name: keras = tf.keras.
-        self._aliases: dict[str, str] = {}
         self._assignments: dict[str, list[Assignment]] = {}
         for node in self._nodes:
             if isinstance(node, (cst.Import, cst.ImportFrom)):
@@ -107,10 +106,6 @@ class Script:
         name = dotted(target)
         if not name:
             return
-        full_name = self.name(value)
-        # A name may stand for an import: keras = tf.keras
-        if full_name and position is None and isinstance(target, cst.Name):
-            self._aliases.update(dict.fromkeys(self._local_names(target), full_name))
         assignment = Assignment(value, self.statement(node), self.scope(node), position)
         self._assignments.setdefault(name, []).append(assignment)
 
@@ -179,16 +174,24 @@ class Script:
         full_name = self._imported_name(node)
         if not full_name:
             owner = root(node)
-            names = [name for name in self._local_names(owner) if name in self._aliases]
-            if not names:
+            assignment = self.assigned(owner)
+            if assignment is None or assignment.position is not None:
                 return ""
-            full_name = self._aliases[names[0]] + spelled[len(owner.value) :]
+            # A name may stand for an import: keras = tf.keras
+            full_name = self.name(assignment.value)
+            if not full_name:
+                return ""
+            full_name += spelled[len(owner.value) :]
         return _KERAS.sub("keras", _TENSORFLOW.sub("tensorflow", full_name))
 
     def _imported_name(self, node: Any) -> str:
-        names = self._names_from(QualifiedNameSource.IMPORT, node)
+        names = self._qualified_names.get(node, ())
+        # LibCST looks names up when they are asked for.
+        if callable(names):
+            names = names()
+        imported = [name.name for name in names if name.source is QualifiedNameSource.IMPORT]
         # The last import counts where there are several, in try and except for example.
-        return max(names, key=self._import_index, default="")
+        return max(imported, key=self._import_index, default="")
 
     def _import_index(self, name: str) -> tuple[int, str]:
         matches = []
@@ -196,16 +199,6 @@ class Script:
             if f"{name}.".startswith(f"{imported}."):
                 matches.append(index)
         return max(matches, default=-1), name
-
-    def _local_names(self, node: Any) -> list[str]:
-        return sorted(self._names_from(QualifiedNameSource.LOCAL, node))
-
-    def _names_from(self, source: QualifiedNameSource, node: Any) -> list[str]:
-        names = self._qualified_names.get(node, ())
-        # LibCST looks names up when they are asked for.
-        if callable(names):
-            names = names()
-        return [name.name for name in names if name.source is source]
 
     def called_word(self, call: Any) -> str:
         """Return the last word of what is called: "reduce_mean" of ``tf.reduce_mean(x)``."""
@@ -308,21 +301,16 @@ class Script:
         # strategy.run(step), threading.Thread(target=step)
         return [function for arg in call.args for function in self.functions(arg.value, call)]
 
-    def runs(self, node: Any, targets: Container[Any], visited: set | None = None) -> bool:
+    def runs(self, node: Any, targets: Container[Any]) -> bool:
         """Return True if a node contains one of the targets, or a function that it may call does."""
-        if visited is None:
-            visited = set()
-        for inner in walk(node, into_definitions=False):
-            if inner in targets:
-                return True
-            if not isinstance(inner, cst.Call):
-                continue
-            functions = [function for function in self.callees(inner) if function not in visited]
-            # Functions may call themselves, and are visited once.
-            visited.update(functions)
-            if any(self.runs(function.body, targets, visited) for function in functions):
-                return True
-        return False
+        return any(inner in targets for inner in follow(node, self._run_with))
+
+    def _run_with(self, node: Any) -> list:
+        """Return what runs with a node: its parts, and the functions that it calls."""
+        nodes = [child for child in node.children if not isinstance(child, DEFINITIONS)]
+        if isinstance(node, cst.Call):
+            nodes += [function.body for function in self.callees(node)]
+        return nodes
 
     def inherits(self, owner: Any, endings: tuple[str, ...]) -> bool:
         """Return True if a class of the script derives from one whose name ends so, directly or not."""
@@ -342,13 +330,11 @@ class Script:
         # The class of an object whose method is called isn't looked for.
         if not isinstance(node, cst.Name):
             return self._named(name, are_methods=True)
+        candidates = self._named(name, are_methods=False)
         # A call of a class, such as Model(), runs its ``__init__``.
         if name in self.classes:
-            owner = self.classes[name]
             makers = self._named("__init__", are_methods=True)
-            candidates = [maker for maker in makers if self.scope(maker) is owner]
-        else:
-            candidates = self._named(name, are_methods=False)
+            candidates = [maker for maker in makers if self.scope(maker) is self.classes[name]]
         # The last definition before the call counts.
         earlier = [function for function in candidates if self.line(function) < self.line(call)]
         return (earlier or candidates)[-1:]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import libcst as cst
 
-from npu_device._src.port.nodes import argument, dotted, last_word, method, walk
+from npu_device._src.port.nodes import argument, dotted, follow, last_word, method, walk
 from npu_device._src.port.port import DONE, NOTE, OPEN, Port
 from npu_device._src.port.rules import WORDS_BY_TOPIC
 from npu_device._src.port.scaling import Scale, scaling
@@ -199,7 +201,7 @@ def _port_reduce(port: Port, call: Any) -> None:
         port.report(OPEN, "unsupported strategy calls", call)
         return
     # Only the data of training is divided: of a validation, each rank would add the whole.
-    if reduction == "sum" and not _comes_from(port, value, training_steps(port), set()):
+    if reduction == "sum" and not _comes_from(port, value, training_steps(port)):
         port.report(OPEN, "sum outside of training", call)
         return
     moved = port.move(value, "value")
@@ -207,29 +209,28 @@ def _port_reduce(port: Port, call: Any) -> None:
     port.report(DONE, "strategy.reduce", call)
 
 
-def _comes_from(port: Port, node: Any, steps: list, visited: set) -> bool:
+def _comes_from(port: Port, value: Any, steps: list) -> bool:
     """Return True if a value is what one of the steps, or a function that runs one, gives."""
-    # Assignments may go round in a circle.
-    if node in visited:
-        return False
-    visited.add(node)
-    if isinstance(node, cst.Call) and port.callees(node):
-        # What it returns counts, and not its arguments: a trained model may be one.
-        origins = port.origins(node)
-        if port.runs(node, steps):
+    for node in follow(value, functools.partial(_sources, port)):
+        if isinstance(node, cst.Call) and port.callees(node) and port.runs(node, steps):
             return True
-    elif dotted(node):
+    return False
+
+
+def _sources(port: Port, node: Any) -> Iterable:
+    # What a call returns counts, and not its arguments: a trained model may be one.
+    if isinstance(node, cst.Call) and port.callees(node):
+        return port.origins(node)
+    if dotted(node):
         assignment = port.assigned(node)
-        origins = port.origins(node)
         # One of several values may also be the result of a step: loss, accuracy = strategy.run(step)
         if assignment is not None:
-            origins = [assignment.value]
+            return [assignment.value]
+        return port.origins(node)
     # The body of a loop isn't a part of what its variable gets.
-    elif isinstance(node, cst.For):
-        origins = []
-    else:
-        origins = node.children
-    return any(_comes_from(port, origin, steps, visited) for origin in origins)
+    if isinstance(node, cst.For):
+        return []
+    return node.children
 
 
 def uses_strategy(port: Port) -> bool:

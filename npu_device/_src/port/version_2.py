@@ -15,6 +15,7 @@ from npu_device._src.port.nodes import (
     argument,
     bounded,
     dotted,
+    follow,
     is_call_of,
     method,
     walk,
@@ -31,10 +32,10 @@ _DRAWS = re.compile(r"dropout\w*[(=]|GaussianNoise\(|(normal|uniform)\([^)]*\bsh
 class _Trainee(enum.Enum):
     """What ``fit`` is called on."""
 
-    MODEL = enum.auto()
-    COMPILED = enum.auto()  # a model that a function of the script has compiled, and so replicated
-    OTHER = enum.auto()
-    UNKNOWN = enum.auto()
+    MODEL = True
+    OTHER = False
+    COMPILED = "compiled"  # a model that a function of the script has compiled, and so replicated
+    UNKNOWN = None
 
 
 def replicate_models(port: Port) -> None:
@@ -156,35 +157,26 @@ def _looks_like_training(call: Any) -> bool:
     return any(argument(call, name) is not None for name in WORDS_BY_TOPIC["arguments of fit"])
 
 
-@bounded(6, _Trainee.UNKNOWN)
-def _trainee(port: Port, node: Any) -> _Trainee:
-    if isinstance(node, cst.Call):
+def _trainee(port: Port, model: Any) -> _Trainee:
+    for node in follow(model, port.origins):
+        if not isinstance(node, cst.Call):
+            continue
         name = port.name(node.func)
         class_name = dotted(node.func)
         # A class may be called by its full name: tf.keras.Sequential()
         if name:
-            return _model_or_other(name.startswith(WORDS_BY_TOPIC["makers of models"]))
+            return _Trainee(name.startswith(WORDS_BY_TOPIC["makers of models"]))
         if class_name in port.classes:
-            return _model_or_other(port.inherits(port.classes[class_name], MODEL_CLASSES))
+            return _Trainee(port.inherits(port.classes[class_name], MODEL_CLASSES))
         bodies = [function.body for function in port.callees(node)]
         if any(method(inner) == "compile" for body in bodies for inner in walk(body)):
             return _Trainee.COMPILED
-    for origin in port.origins(node):
-        trainee = _trainee(port, origin)
-        if trainee is not _Trainee.UNKNOWN:
-            return trainee
     return _Trainee.UNKNOWN
 
 
 def is_model(port: Port, node: Any) -> bool:
     """Return True if a value is known to be a Keras model."""
     return _trainee(port, node) in (_Trainee.MODEL, _Trainee.COMPILED)
-
-
-def _model_or_other(is_model: bool) -> _Trainee:
-    if is_model:
-        return _Trainee.MODEL
-    return _Trainee.OTHER
 
 
 # Custom loops
