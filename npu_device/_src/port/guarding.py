@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import libcst as cst
+from libcst import matchers
 
 from npu_device._src.port.nodes import DEFINITIONS, argument, dotted, method, walk
 from npu_device._src.port.port import DONE, NOTE, OPEN, Port
@@ -84,7 +85,7 @@ def _entered_by_all(port: Port, statement: Any) -> Any:
     if not branches:
         return statement
     branch = port.statement(branches[-1])
-    calls = [node for node in walk(branch) if isinstance(node, cst.Call)]
+    calls = matchers.findall(branch, matchers.Call())
     if all(_is_of_files(port, call) for call in calls):
         return branch
     return None
@@ -100,9 +101,8 @@ def _may_differ(port: Port, node: Any) -> bool:
     targets = [call for call in port.calls if port.called_word(call) in looks]
     tests = [node.test]
     # The answer may have a name: found = os.path.exists(path)
-    for name in walk(node.test):
-        if isinstance(name, cst.Name):
-            tests += port.origins(name)
+    for name in matchers.findall(node.test, matchers.Name()):
+        tests += port.origins(name)
     return any(port.runs(test, targets) for test in tests)
 
 
@@ -206,7 +206,7 @@ def _guardable(port: Port, call: Any) -> Any:
         managers = [with_item.item for with_item in statement.items]
         # The call may be a context manager: with open(…) as file
         is_guardable = call in managers
-    elif any(isinstance(node, (cst.Lambda, cst.CompFor)) for node in walk(statement)):
+    elif matchers.findall(statement, matchers.Lambda() | matchers.CompFor()):
         # In these, nothing shows when, and how often, the call is made.
         is_guardable = False
     elif not isinstance(statement, cst.SimpleStatementLine) or len(statement.body) != 1:
@@ -254,8 +254,8 @@ def _binds_for_others(port: Port, statement: Any, node: Any) -> bool:
         target = node.asname.name
     if target is None:
         return False
-    names = {inner.value for inner in walk(target) if isinstance(inner, cst.Name)}
-    end = max(port.line(inner) for inner in walk(statement) if isinstance(inner, cst.Name))
+    names = {inner.value for inner in matchers.findall(target, matchers.Name())}
+    end = max(map(port.line, matchers.findall(statement, matchers.Name())))
     scope = port.scope(statement)
     for inner in port.of(cst.Name):
         is_later = port.line(inner) > end and port.scope(inner) is scope
@@ -268,9 +268,6 @@ def _is_bound_again(port: Port, name: Any) -> bool:
     """Return True in a loop that gives a name its values."""
     for outer in port.around(name):
         is_loop = isinstance(outer, (cst.For, cst.CompFor))
-        if is_loop and any(
-            isinstance(inner, cst.Name) and inner.value == name.value
-            for inner in walk(outer.target)
-        ):
+        if is_loop and matchers.findall(outer.target, matchers.Name(name.value)):
             return True
     return False

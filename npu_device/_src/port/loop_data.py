@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import libcst as cst
+from libcst import matchers
 
 from npu_device._src.port.nodes import argument, bounded, dotted, is_call_of, method, walk
 from npu_device._src.port.port import DONE, OPEN, Port
@@ -101,7 +102,7 @@ def _resize(port: Port, size: str, training: list) -> None:
     for call in port.calls:
         if method(call) not in makers:
             continue
-        uses = [node for node in walk(call) if isinstance(node, cst.Name) and node.value == size]
+        uses = matchers.findall(call, matchers.Name(size))
         if not uses or not any(port.runs(loop.body, [call]) for loop in training):
             continue
         if method(call) in WORDS_BY_TOPIC["draws"]:
@@ -124,7 +125,7 @@ def _leads_to(port: Port, statement: Any, steps: list) -> bool:
     if target is None:
         return port.runs(statement, steps)
     # Attributes and elements may be read anywhere.
-    if any(isinstance(node, (cst.Attribute, cst.Subscript)) for node in walk(target)):
+    if matchers.findall(target, matchers.Attribute() | matchers.Subscript()):
         return True
     loop = next(outer for outer in port.around(statement) if isinstance(outer, _LOOPS))
     block = next(outer for outer in port.around(statement) if isinstance(outer, BLOCKS))

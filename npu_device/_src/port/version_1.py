@@ -8,8 +8,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import libcst as cst
+from libcst import matchers
 
-from npu_device._src.port.nodes import argument, dotted, follow, last_word, method, walk
+from npu_device._src.port.nodes import argument, dotted, follow, last_word, method
 from npu_device._src.port.port import DONE, NOTE, OPEN, Port
 from npu_device._src.port.rules import WORDS_BY_TOPIC
 from npu_device._src.port.scaling import Scale, scaling
@@ -106,7 +107,7 @@ def _port_steps(port: Port) -> None:
                 after=True,
             )
             port.report(DONE, "session: broadcast", call)
-        elif any(isinstance(node, cst.Name) and node.value in step_names for node in walk(call)):
+        elif any(name.value in step_names for name in matchers.findall(call, matchers.Name())):
             divide_feed(port, call)
 
 
@@ -151,7 +152,7 @@ def _is_in_loss_of_keras(port: Port, node: Any) -> bool:
     """Return True in the classes of a model, and in functions that ``compile`` is given."""
     compiles = [call for call in port.calls if method(call) == "compile"]
     names = {
-        inner.value for call in compiles for inner in walk(call) if isinstance(inner, cst.Name)
+        inner.value for call in compiles for inner in matchers.findall(call, matchers.Name())
     }
     for owner in port.around(node):
         if port.inherits(owner, ("Model", "Sequential", "Layer", "Loss")):

@@ -8,6 +8,7 @@ import re
 from typing import Any
 
 import libcst as cst
+from libcst import matchers
 
 from npu_device._src.port.loop_data import divide
 from npu_device._src.port.nodes import (
@@ -320,7 +321,7 @@ def _broadcast(port: Port, call: Any) -> None:
         names = [variables.value]
     elif variables is not None:
         # The variables may be listed: [w, b], generator.variables + discriminator.variables
-        names = [node for node in walk(variables) if isinstance(node, cst.Name)]
+        names = list(matchers.findall(variables, matchers.Name()))
     start = _first_statement_leading_to(port, names, call)
     if start is None or (is_of_model and not _is_built(port, names[0], start)):
         port.report(NOTE, "no broadcast", call)
