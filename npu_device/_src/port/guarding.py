@@ -14,8 +14,9 @@ from npu_device._src.port.port import DONE, NOTE, OPEN, Port
 from npu_device._src.port.rules import RULES, WORDS_BY_TOPIC, PortingRule
 from npu_device._src.port.version_2 import MODEL_CLASSES, is_model
 
-_FIRST = "with npu.distribute.rank_zero_first()"
-_MAIN = "if npu.distribute.is_main()"
+_FIRST = "with npu.distribute.rank_zero_first(): ..."
+_MAIN = "if npu.distribute.is_main(): ..."
+_WAIT = "\nnpu.distribute.barrier()"
 _READS = re.compile(
     r"(^|\.)(load(?!_data\b)\w*|restore|latest_\w+|(im)?read\w*|open|\w*csv|\w*Dataset|list_files)$"
 )
@@ -61,8 +62,10 @@ def _guard(port: Port, call: Any, action: str) -> bool:
     # The other ranks would miss a statement that does more than this call.
     if not _is_plain(port, statement, call):
         return False
-    others_wait = action in ("save", "write") and _is_read(port, statement)
-    port.guard(statement, _MAIN, others_wait)
+    guard = _MAIN
+    if action in ("save", "write") and _is_read(port, statement):
+        guard += _WAIT
+    port.guard(statement, guard)
     return True
 
 

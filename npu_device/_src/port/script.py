@@ -221,6 +221,9 @@ class Script:
             # Lines below in an outer scope may run before the name is used, when the function isn't called yet.
             if candidates:
                 return candidates[-1]
+            # A parameter hides what scopes around its function assign.
+            if isinstance(scope, cst.FunctionDef) and name in parameters(scope):
+                return None
         return None
 
     def assignments(self, name: str, scope: Any) -> list[Assignment]:
