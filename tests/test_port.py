@@ -185,9 +185,9 @@ SEEN = {
     ),
     "a parameter has the name of a global": (
         f"{VARIABLE} loss = tf.reduce_mean(w)\n def half(loss):\n     return loss / 2\n"
-        + STEP.replace("tf.reduce_mean((x * w - y) ** 2)", "half(tf.reduce_sum(x * w - y))").replace(
-            '"mean"', '"sum"'
-        )
+        + STEP.replace(
+            "tf.reduce_mean((x * w - y) ** 2)", "half(tf.reduce_sum(x * w - y))"
+        ).replace('"mean"', '"sum"')
         + DATA,
         "reduce",
     ),

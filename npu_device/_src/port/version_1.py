@@ -151,9 +151,7 @@ def port_strategies(port: Port) -> None:
 def _is_in_loss_of_keras(port: Port, node: Any) -> bool:
     """Return True in the classes of a model, and in functions that ``compile`` is given."""
     compiles = [call for call in port.calls if method(call) == "compile"]
-    names = {
-        inner.value for call in compiles for inner in matchers.findall(call, matchers.Name())
-    }
+    names = {inner.value for call in compiles for inner in matchers.findall(call, matchers.Name())}
     for owner in port.around(node):
         if port.inherits(owner, ("Model", "Sequential", "Layer", "Loss")):
             return True
