@@ -76,17 +76,11 @@ def scaling(port: Port, node: Any) -> Scale:
         right_scale = scaling(port, node.right)
         return _combined(node.operator, left_scale, right_scale)
     # An element, such as tf.shape(x)[0], may be the number of samples.
-    if isinstance(node, cst.Subscript):
-        return _of_subscript(port, node)
+    if isinstance(node, cst.Subscript) and _LENGTH_OF_BATCH.search(port.text(node)):
+        return Scale.COUNT
     if isinstance(node, cst.Call):
         return _of_call(port, node)
     return _of_name(port, node)
-
-
-def _of_subscript(port: Port, node: Any) -> Scale:
-    if _LENGTH_OF_BATCH.search(port.text(node)):
-        return Scale.COUNT
-    return Scale.UNKNOWN
 
 
 def _of_name(port: Port, node: Any) -> Scale:

@@ -132,8 +132,11 @@ class _Reader:
         """Return True if what a loop assigns isn't known, but looks like a batch."""
         value = assignment.value
         if isinstance(value, cst.Subscript):
+            index = value.slice[0].slice
+            if isinstance(index, cst.Slice) or isinstance(index.value, cst.Integer):
+                return True
             # An element that the loop counts to may be a number: rates[epoch]
-            return isinstance(value.slice[0].slice, cst.Slice) or not self._counts(value)
+            return self.feed(index.value) is not Feed.NUMBER
         if not isinstance(value, cst.Call):
             return isinstance(value, cst.ListComp)
         # Several values are a batch and its labels: x, y = batch_of(step)
@@ -142,7 +145,3 @@ class _Reader:
         # One value may be a rate: rate = schedule(epoch)
         feed = self._of_operands([arg.value for arg in value.args])
         return feed is not Feed.NUMBER and not self._gives_number(value)
-
-    def _counts(self, subscript: Any) -> bool:
-        index = subscript.slice[0].slice.value
-        return not isinstance(index, cst.Integer) and self.feed(index) is Feed.NUMBER
