@@ -78,8 +78,8 @@ def _entered_by_all(port: Port, statement: Any) -> Any:
     # A function may be called in a branch.
     places = [call for call in port.calls if scope in port.callees(call)]
     # A rank may leave before: if os.path.exists(path): return
-    for node in walk(scope, into_definitions=False):
-        if isinstance(node, _LEAVES) and port.line(node) < port.line(statement):
+    for node in port.of(_LEAVES):
+        if port.scope(node) is scope and port.line(node) < port.line(statement):
             places.append(node)
     for place in places:
         if any(_may_differ(port, node) for node in port.around(place) if node not in around):

@@ -48,12 +48,11 @@ def follow(start: Any, sources: Callable[[Any], Iterable]) -> Iterator:
             pending += reversed(list(sources(node)))
 
 
-def walk(node: Any, into_definitions: bool = True) -> Iterator:
-    """Yield a node and all below it; without ``into_definitions``, not what functions and classes hold."""
+def walk(node: Any) -> Iterator:
+    """Yield a node and all below it."""
     yield node
     for child in node.children:
-        if into_definitions or not isinstance(child, DEFINITIONS):
-            yield from walk(child, into_definitions)
+        yield from walk(child)
 
 
 def dotted(node: Any) -> str:
@@ -71,13 +70,6 @@ def dotted(node: Any) -> str:
 def last_word(name: str) -> str:
     """Return the "c" of "a.b.c"."""
     return name.rpartition(".")[2]
-
-
-def root(node: Any) -> Any:
-    """Return the node of the "a" in "a.b.c"."""
-    while isinstance(node, cst.Attribute):
-        node = node.value
-    return node
 
 
 def parameters(function: Any) -> list[str]:

@@ -23,7 +23,6 @@ from npu_device._src.port.nodes import (
     last_word,
     method,
     parameters,
-    root,
     walk,
 )
 
@@ -72,6 +71,7 @@ class Script:
         self._nodes = list(walk(self.module))
         self.calls = self.of(cst.Call)
         self._functions = self.of(cst.FunctionDef)
+        self._returns = self.of(cst.Return)
         self.classes = {node.name.value: node for node in self.of(cst.ClassDef)}
         self.imported: list[tuple[str, Any]] = []
         self._assignments: dict[str, list[Assignment]] = {}
@@ -168,20 +168,18 @@ class Script:
 
     def name(self, node: Any) -> str:
         """Return the full name of what an import has brought ("keras.Model"); "" for anything else."""
-        spelled = dotted(node)
-        if not spelled:
+        if not dotted(node):
             return ""
         full_name = self._imported_name(node)
-        if not full_name:
-            owner = root(node)
-            assignment = self.assigned(owner)
-            if assignment is None or assignment.position is not None:
-                return ""
+        if not full_name and isinstance(node, cst.Attribute):
+            owner = self.name(node.value)
+            if owner:
+                full_name = f"{owner}.{node.attr.value}"
+        elif not full_name:
+            assignment = self.assigned(node)
             # A name may stand for an import: keras = tf.keras
-            full_name = self.name(assignment.value)
-            if not full_name:
-                return ""
-            full_name += spelled[len(owner.value) :]
+            if assignment is not None and assignment.position is None:
+                full_name = self.name(assignment.value)
         return _KERAS.sub("keras", _TENSORFLOW.sub("tensorflow", full_name))
 
     def _imported_name(self, node: Any) -> str:
@@ -258,13 +256,9 @@ class Script:
 
     def _returned(self, call: Any) -> list:
         """Return what the functions of the script that a call runs return."""
-        returns = []
-        for function in self.callees(call):
-            nodes = walk(function.body, into_definitions=False)
-            for node in nodes:
-                if isinstance(node, cst.Return) and node.value is not None:
-                    returns.append(node.value)
-        return returns
+        functions = self.callees(call)
+        returns = [node for node in self._returns if self.scope(node) in functions]
+        return [node.value for node in returns if node.value is not None]
 
     def _arguments(self, name: str, function: Any) -> list:
         """Return what the calls of a function in the script pass for a parameter."""
