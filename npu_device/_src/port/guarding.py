@@ -164,18 +164,18 @@ def _may_follow(port: Port, node: Any, call: Any) -> bool:
 def _rule(port: Port, call: Any) -> PortingRule | None:
     """Return the rule that names a call; None for files that are only read, and what Keras saves by itself."""
     name = port.name(call.func) or dotted(call.func)
-    receiver = ""
+    is_replicated = False
     if method(call) and not port.name(call.func):
-        receiver = port.text(call.func.value)
+        receiver = call.func.value
+        is_replicated = port.is_replicated(receiver)
         name = f".{method(call)}"
         # The maker names the method of an object: saver.save(…), where saver = tf.train.Saver()
-        if dotted(call.func.value) and port.maker(call.func.value):
-            name = f"{port.maker(call.func.value)}().{method(call)}"
+        if dotted(receiver) and port.maker(receiver):
+            name = f"{port.maker(receiver)}().{method(call)}"
     # A file that is only read needs no guard.
     mode = port.text(argument(call, "mode", 1))
     if name == "open" and not re.search("[wax+]", mode):
         return None
-    is_replicated = bool(receiver) and port.is_replicated(call.func.value)
     for rule in RULES.values():
         # A replicated model is saved by rank 0 only, by itself.
         if is_replicated and rule.action == "save":

@@ -50,7 +50,7 @@ def _is_made_once(port: Port, batch: Any) -> bool:
     return True
 
 
-@bounded(12, None)
+@bounded(None)
 def _batch(port: Port, node: Any) -> Any:
     """Return the call of ``batch`` behind what a loop reads, or None."""
     if method(node) in WORDS_BY_TOPIC["batches"]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -11,18 +10,20 @@ import libcst as cst
 DEFINITIONS = (cst.FunctionDef, cst.ClassDef)
 
 
-def bounded(steps: int, unknown: Any) -> Callable[[Callable], Callable]:
-    """Let a function that follows a node back, by calling itself, return ``unknown`` after that many steps: assignments
-    may go round in a circle.
+_MOST_STEPS = 20
+
+
+def bounded(unknown: Any) -> Callable[[Callable], Callable]:
+    """Let a function that follows a node back, by calling itself, return ``unknown`` after many steps: assignments may
+    go round in a circle.
     """
 
     def decorate(follow: Callable) -> Callable:
         depth = 0
 
-        @functools.wraps(follow)
         def follow_step(owner: Any, node: Any) -> Any:
             nonlocal depth
-            if depth > steps:
+            if depth > _MOST_STEPS:
                 return unknown
             depth += 1
             try:

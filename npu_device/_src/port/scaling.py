@@ -59,7 +59,7 @@ _NUMBERS = (Scale.MEAN, Scale.SUM, Scale.REPLICAS, Scale.DEVICES)
 """What is a single number, whatever the samples are."""
 
 
-@bounded(20, Scale.UNKNOWN)
+@bounded(Scale.UNKNOWN)
 def scaling(port: Port, node: Any) -> Scale:
     """Return how an expression for a loss scales, by what it is computed from."""
     if node is None:

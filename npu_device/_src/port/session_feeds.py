@@ -55,7 +55,7 @@ class _Reader:
         statements = port.around(call)
         self._loops = [outer for outer in statements if isinstance(outer, (cst.For, cst.While))]
 
-    @bounded(20, Feed.UNKNOWN)
+    @bounded(Feed.UNKNOWN)
     def feed(self, node: Any) -> Feed:
         is_truth = self._port.text(node) in ("True", "False")
         if is_truth or isinstance(node, (cst.Integer, cst.Float)):

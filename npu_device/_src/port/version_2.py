@@ -279,7 +279,7 @@ def _reduce(port: Port, call: Any) -> None:
     )
 
 
-@bounded(20, None)
+@bounded(None)
 def _gradient(port: Port, node: Any) -> Any:
     """Return the call of ``tape.gradient`` behind gradients, which may have been changed since; None if unknown."""
     if method(node) == "gradient":
