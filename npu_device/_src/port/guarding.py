@@ -212,10 +212,9 @@ def _guardable(port: Port, call: Any) -> Any:
     elif matchers.findall(statement, matchers.Lambda() | matchers.CompFor()):
         # In these, nothing shows when, and how often, the call is made.
         is_guardable = False
-    elif not isinstance(statement, cst.SimpleStatementLine) or len(statement.body) != 1:
-        is_guardable = False
     else:
-        is_guardable = isinstance(statement.body[0], cst.Expr) or port.target(statement) is not None
+        is_call = matchers.matches(statement, matchers.SimpleStatementLine([matchers.Expr()]))
+        is_guardable = is_call or port.target(statement) is not None
     if not is_guardable:
         return None
     return statement

@@ -12,6 +12,9 @@ from npu_device._src.port.port import DONE, OPEN, Port
 from npu_device._src.port.rules import WORDS_BY_TOPIC
 from npu_device._src.port.script import BLOCKS
 
+_GIVEN = matchers.MatchIfTrue(bool)
+_RANGE = matchers.SubscriptElement(matchers.Slice(_GIVEN, _GIVEN, None))
+_SLICED = matchers.Subscript(slice=[_RANGE])
 _LOOPS = (cst.For, cst.While)
 SHARE = "[npu.distribute.rank() :: npu.distribute.size()]"
 
@@ -185,9 +188,6 @@ def is_slice(node: Any) -> bool:
     """Return True for ``x[begin:end]``, several of them, and ``data.next_batch(…)``."""
     if isinstance(node, cst.Tuple):
         return all(is_slice(inner.value) for inner in node.elements)
-    if not isinstance(node, cst.Subscript) or len(node.slice) != 1 or not dotted(node.value):
-        return method(node) == "next_batch"
-    index = node.slice[0].slice
-    if not isinstance(index, cst.Slice):
-        return False
-    return index.lower is not None and index.upper is not None and index.step is None
+    if matchers.matches(node, _SLICED):
+        return bool(dotted(node.value))
+    return method(node) == "next_batch"

@@ -7,6 +7,7 @@ from collections.abc import Container, Iterator
 from typing import Any, NamedTuple
 
 import libcst as cst
+from libcst import matchers
 from libcst.metadata import (
     MetadataWrapper,
     ParentNodeProvider,
@@ -32,6 +33,7 @@ _KERAS = re.compile(
 )
 _SCOPES = (cst.Module, *DEFINITIONS)
 BLOCKS = (cst.Module, cst.IndentedBlock)
+_ASSIGNMENT = matchers.SimpleStatementLine([matchers.Assign([matchers.AssignTarget()])])
 
 
 class Assignment(NamedTuple):
@@ -157,12 +159,9 @@ class Script:
     @staticmethod
     def target(statement: Any) -> Any:
         """Return what a statement assigns to, if it does nothing else; else None."""
-        if not isinstance(statement, cst.SimpleStatementLine) or len(statement.body) != 1:
+        if not matchers.matches(statement, _ASSIGNMENT):
             return None
-        assign = statement.body[0]
-        if not isinstance(assign, cst.Assign) or len(assign.targets) != 1:
-            return None
-        return assign.targets[0].target
+        return statement.body[0].targets[0].target
 
     # Names
 
