@@ -85,15 +85,10 @@ class Port(Script, cst.CSTTransformer):
     def is_replicated(self, model: Any) -> bool:
         """Return True if a model is replicated by this name, as far as it is seen from here."""
         name = self.text(model)
-        scopes = list(self.around(model))
-        # A parameter is a different model than one of the same name outside of its function.
-        owner = next(iter(self.takers(name, model)), scopes[-1])
-        scopes = scopes[: scopes.index(owner) + 1]
-        for replicated, scope in self.replicated:
-            # An attribute may have been replicated in another method.
-            if replicated == name and (scope in scopes or name.startswith("self.")):
-                return True
-        return False
+        # An attribute may have been replicated in another method.
+        if name.startswith("self."):
+            return any(replicated == name for replicated, _ in self.replicated)
+        return any((name, scope) in self.replicated for scope in self.scopes_of(name, model))
 
     def unused_name(self, name: str) -> str:
         """Return a name that the script doesn't use."""

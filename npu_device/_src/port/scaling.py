@@ -110,8 +110,6 @@ def _of_all(port: Port, origins: Iterable) -> Scale:
 
 def _is_size_of_all_data(port: Port, node: Any) -> bool:
     """Return True for len(…) that is computed once, at the top of the script: not of a batch."""
-    if not dotted(node):
-        return False
     assignment = port.assigned(node)
     if assignment is None or assignment.statement not in port.module.body:
         return False
@@ -187,10 +185,7 @@ def _of_samples(port: Port, word: str, operand: Any) -> Scale:
 
 def _of_loss_object(port: Port, call: Any) -> Scale:
     """Return the scale of ``criterion(y, x)``, by the reduction with which the object was made."""
-    maker = call.func
-    if not isinstance(maker, cst.Call):
-        maker = port.origins(maker)[0]
-    text = port.text(argument(maker, "reduction"))
+    text = port.text(argument(port.meant(call.func), "reduction"))
     # The last word is enough: of tf.keras.losses.Reduction.SUM it is SUM.
     reduction = last_word(text.lower().strip("\"'"))
     return {"none": Scale.EACH, "sum": Scale.SUM}.get(reduction, Scale.MEAN)

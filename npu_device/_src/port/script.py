@@ -208,7 +208,7 @@ class Script:
         """Return the last assignment of a name before it in its scope; else the last in a scope around it."""
         name = dotted(node)
         line = self.line(node)
-        for depth, scope in enumerate(self._scopes(node)):
+        for depth, scope in enumerate(self.scopes_of(name, node)):
             # An attribute may be assigned in any method.
             is_attribute = name.startswith("self.") and isinstance(scope, cst.ClassDef)
             assignments = self._assignments.get(name, ())
@@ -218,10 +218,15 @@ class Script:
             # Lines below in an outer scope may run before the name is used, when the function isn't called yet.
             if candidates:
                 return candidates[-1]
+        return None
+
+    def scopes_of(self, name: str, node: Any) -> Iterator:
+        """Yield the scopes around a node in which a name may be assigned, from the inside."""
+        for scope in self._scopes(node):
+            yield scope
             # A parameter hides what scopes around its function assign.
             if isinstance(scope, cst.FunctionDef) and name in parameters(scope):
-                return None
-        return None
+                return
 
     def assignments(self, name: str, scope: Any) -> list[Assignment]:
         """Return the assignments of a name in a scope, in order."""
@@ -233,7 +238,7 @@ class Script:
             return self._returned(node)
         name = dotted(node)
         assignment = None
-        if name and not self.name(node):
+        if not self.name(node):
             assignment = self.assigned(node)
         # A name without an assignment is a parameter.
         if assignment is None:
@@ -277,12 +282,16 @@ class Script:
         functions = [outer for outer in self.around(node) if isinstance(outer, cst.FunctionDef)]
         return [function for function in functions if name in parameters(function)]
 
+    def meant(self, node: Any) -> Any:
+        """Return the expression that a name stands for, if it's known; any other expression itself."""
+        if not dotted(node):
+            return node
+        return next(iter(self.origins(node)), node)
+
     def maker(self, node: Any) -> str:
         """Return the full name of what was called to make a value; "" if unknown."""
-        call = node
         # A name stands for what made it: optimizer = tf.keras.optimizers.SGD()
-        if dotted(node):
-            call = next(iter(self.origins(node)), None)
+        call = self.meant(node)
         if not isinstance(call, cst.Call):
             return ""
         return self.name(call.func)

@@ -13,7 +13,7 @@ from npu_device._src.port.port import DONE, OPEN, Port
 from npu_device._src.port.rules import WORDS_BY_TOPIC
 from npu_device._src.port.script import Assignment
 
-_OPERATIONS = (cst.BinaryOperation, cst.UnaryOperation, cst.IfExp)
+_OPERATIONS = (cst.BinaryOperation, cst.UnaryOperation, cst.IfExp, cst.AugAssign)
 
 
 class Feed(enum.Enum):
@@ -27,10 +27,8 @@ class Feed(enum.Enum):
 def divide_feed(port: Port, call: Any) -> None:
     """Divide what the training step of a session is fed with."""
     feeds = {}
-    feed_dict = argument(call, "feed_dict", 1)
     # The dictionary may have a name: feed_dict=feed, where feed = {x: …}
-    if feed_dict is not None and dotted(feed_dict):
-        feed_dict = next(iter(port.origins(feed_dict)), feed_dict)
+    feed_dict = port.meant(argument(call, "feed_dict", 1))
     if isinstance(feed_dict, cst.Dict):
         reader = _Reader(port, call)
         feeds = {pair.value: reader.feed(pair.value) for pair in feed_dict.elements}
@@ -65,12 +63,10 @@ class _Reader:
         # The test of a conditional expression says nothing of its value.
         if isinstance(node, cst.IfExp):
             return self._of_operands([node.body, node.orelse])
+        # An assignment such as rate *= 0.5 changes a value in place.
         if isinstance(node, _OPERATIONS):
             operands = [child for child in node.children if isinstance(child, cst.BaseExpression)]
             return self._of_operands(operands)
-        # It was changed in place: rate *= 0.5
-        if isinstance(node, cst.AugAssign):
-            return self._of_operands([node.target, node.value])
         if isinstance(node, cst.Call):
             return self._of_call(node)
         if dotted(node):

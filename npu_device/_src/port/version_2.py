@@ -342,7 +342,7 @@ def _applied_variables(port: Port, call: Any) -> Any:
     variables = zips[0].args[1].value
     # The variables may have a name: variables = model.trainable_variables
     if isinstance(variables, cst.Name):
-        return next(iter(port.origins(variables)), variables)
+        return port.meant(variables)
     return variables
 
 
