@@ -38,6 +38,7 @@ _PYTHON_2 = re.compile(
     r"^\s*(print\s+[\"'\w%(]|exec\s+[\"'\w]|except\s+[\w.]+\s*,\s*\w+\s*:|raise\s+\w+\s*,)", re.M
 )
 _MAGIC = re.compile(r"^\s*(%|!)\w", re.M)
+_IMPORT = re.compile(r".*\bimport\b.*")
 _IS_MAIN = re.compile(r"^if\s+__name__\s*==\s*[\"']__main__", re.M)
 
 
@@ -95,10 +96,8 @@ def scripts(folder: Path) -> Iterator[Path]:
 def entries(sources: Collection[Source]) -> list[Path]:
     """Return the files with which a job may start: those that ask for it, and those that no other file imports."""
     # Words are compared, as a module may be imported from a package, or under another name.
-    imported_words = set()
-    for source in sources:
-        for line in re.findall(r".*\bimport\b.*", source.text):
-            imported_words.update(re.findall(r"\w+", line))
+    lines = [line for source in sources for line in _IMPORT.findall(source.text)]
+    imported_words = set(re.findall(r"\w+", "\n".join(lines)))
     paths = []
     for source in sources:
         if _IS_MAIN.search(source.text) or source.path.stem not in imported_words:

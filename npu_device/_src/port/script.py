@@ -332,23 +332,23 @@ class Script:
         name = last_word(dotted(node))
         if not name or self.name(node):
             return []
-        # The class of an object whose method is called isn't looked for.
-        if not isinstance(node, cst.Name):
-            return self._named(name, are_methods=True)
-        candidates = self._named(name, are_methods=False)
+        is_name = isinstance(node, cst.Name)
+        owner = None
         # A call of a class, such as Model(), runs its ``__init__``.
-        if name in self.classes:
-            makers = self._named("__init__", are_methods=True)
-            candidates = [maker for maker in makers if self.scope(maker) is self.classes[name]]
+        if is_name and name in self.classes:
+            owner = self.classes[name]
+            name = "__init__"
+        candidates = []
+        for function in self._functions:
+            if function.name.value != name:
+                continue
+            scope = self.scope(function)
+            # A method may be that of any class, since that of its object isn't looked for.
+            is_kind = isinstance(scope, cst.ClassDef) != is_name
+            if scope is owner or (owner is None and is_kind):
+                candidates.append(function)
+        if not is_name:
+            return candidates
         # The last definition before the call counts.
         earlier = [function for function in candidates if self.line(function) < self.line(call)]
         return (earlier or candidates)[-1:]
-
-    def _named(self, name: str, are_methods: bool) -> list:
-        """Return the methods of a name, of any class, or the other functions."""
-        functions = []
-        for function in self._functions:
-            is_method = isinstance(self.scope(function), cst.ClassDef)
-            if function.name.value == name and is_method == are_methods:
-                functions.append(function)
-        return functions

@@ -59,10 +59,8 @@ def _ask_about_what_is_gone(port: Port) -> None:
 
 def _import_version_1(port: Port, opened: list, is_v1: bool) -> None:
     """Import ``tensorflow.compat.v1`` in a script for TensorFlow 1, if that is asked for; else ask."""
-    plain = []
-    for name, node in port.imported:
-        if name == "tensorflow" and isinstance(node, cst.Import):
-            plain.append(node)
+    named = [node for name, node in port.imported if name == "tensorflow"]
+    plain = [node for node in named if isinstance(node, cst.Import)]
     if not plain or any(".compat.v1" in port.text(call.func) for call in opened):
         return
     if not is_v1:
