@@ -138,9 +138,8 @@ def problems(job: CheckedJob) -> list[str]:
 
 
 def warnings(job: CheckedJob) -> list[str]:
-    differences = _versions(job, ("Python", "NumPy"))
     return [
-        *differences,
+        *_versions(job, ("Python", "NumPy")),
         *_not_shared(job),
         *_same_machine(job),
         *_conditions(job),

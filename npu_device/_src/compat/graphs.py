@@ -12,7 +12,6 @@ import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2
 from tensorflow.python.distribute import distribute_lib as _distribute_lib
 from tensorflow.python.eager import context as _context
-from tensorflow.python.framework import ops as _ops
 from tensorflow.python.framework.func_graph import FuncGraph
 from tensorflow.python.ops import (
     control_flow_util as _control_flow_util,
@@ -318,15 +317,14 @@ def computed_again(tensor: Any, replacements: Mapping[str, Any]) -> Any:
 
 
 def compiled_by_xla() -> bool:
-    if tf.executing_eagerly():
-        return False
-    return bool(_control_flow_util.GraphOrParentsInXlaContext(_ops.get_default_graph()))
+    graph = graph_being_built()
+    return graph is not None and bool(_control_flow_util.GraphOrParentsInXlaContext(graph))
 
 
 def graph_around_xla() -> Any:
     """Return the function's graph that calls what XLA compiles of the graph being built; None if Python calls it."""
     caller = None
-    graph = _ops.get_default_graph()
+    graph = graph_being_built()
     while graph is not None:
         # The graph is compiled by XLA while it calls.
         if _control_flow_util.InXlaContext(graph):

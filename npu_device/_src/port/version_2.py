@@ -348,7 +348,7 @@ def _applied_variables(port: Port, call: Any) -> Any:
 
 def _first_statement_leading_to(port: Port, names: list, call: Any) -> Any:
     """Return the statement after the assignments of all names that leads to a call; None if there isn't one."""
-    assignments = [assignment for assignment in map(port.assigned, names) if assignment is not None]
+    assignments = list(filter(None, map(port.assigned, names)))
     # With assignments in several scopes, no line is known that all of them reach.
     if len({assignment.scope for assignment in assignments}) != 1:
         return None
