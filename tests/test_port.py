@@ -183,6 +183,14 @@ SEEN = {
         " def make(os):\n     os.makedirs('a')\n" + FIT,
         "fit",
     ),
+    "a parameter has the name of a global": (
+        f"{VARIABLE} loss = tf.reduce_mean(w)\n def half(loss):\n     return loss / 2\n"
+        + STEP.replace(
+            "tf.reduce_mean((x * w - y) ** 2)", "half(tf.reduce_sum(x * w - y))"
+        ).replace('"mean"', '"sum"')
+        + DATA,
+        "reduce",
+    ),
     "a layer normalizes": (
         " layer = tf.keras.layers.BatchNormalization()\n" + FIT,
         "batch normalization",

@@ -49,10 +49,7 @@ class Facts:
         return sorted(cpu for core in self.physical_cores() for cpu in core.cpus)
 
     def physical_cores(self) -> list[Core]:
-        cores = []
-        for first_cpu, cpus, *place in self.layout:
-            cores.append(Core(first_cpu, tuple(cpus), *place))
-        return cores
+        return [Core(first_cpu, tuple(cpus), *place) for first_cpu, cpus, *place in self.layout]
 
 
 @dataclass(frozen=True)
@@ -77,7 +74,7 @@ class CheckedJob:
 
     @property
     def hosts(self) -> dict[str, list[int]]:
-        return _ranks_by(facts.host for facts in self.facts)
+        return ranks_by(facts.host for facts in self.facts)
 
     def name(self, rank: int) -> str:
         facts = self.facts[rank]
@@ -123,7 +120,7 @@ class CheckedJob:
         return 8 * sent / self.between[self.fastest][-1]
 
 
-def _ranks_by(keys: Iterable[str]) -> dict[str, list[int]]:
+def ranks_by(keys: Iterable[str]) -> dict[str, list[int]]:
     """Return the ranks with equal keys together; there is a key for each rank."""
     ranks: dict[str, list[int]] = {}
     for rank, key in enumerate(keys):
@@ -141,9 +138,8 @@ def problems(job: CheckedJob) -> list[str]:
 
 
 def warnings(job: CheckedJob) -> list[str]:
-    differences = _versions(job, ("Python", "NumPy"))
     return [
-        *differences,
+        *_versions(job, ("Python", "NumPy")),
         *_not_shared(job),
         *_same_machine(job),
         *_conditions(job),
@@ -195,7 +191,7 @@ def _loopback(job: CheckedJob) -> Iterator[str]:
 
 def _versions(job: CheckedJob, names: Sequence[str]) -> Iterator[str]:
     for name in names:
-        by_version = _ranks_by(facts.versions.get(name, "none") for facts in job.facts)
+        by_version = ranks_by(facts.versions.get(name, "none") for facts in job.facts)
         if len(by_version) > 1:
             lines = "\n".join(
                 f"  {version}: rank(s) {ranges(ranks)}" for version, ranks in by_version.items()
@@ -214,7 +210,7 @@ def _not_shared(job: CheckedJob) -> Iterator[str]:
 
 
 def _same_machine(job: CheckedJob) -> Iterator[str]:
-    for ranks in _ranks_by(facts.kernel for facts in job.facts).values():
+    for ranks in ranks_by(facts.kernel for facts in job.facts).values():
         hosts = list(dict.fromkeys(job.facts[rank].host for rank in ranks))
         if len(hosts) > 1:
             yield (
@@ -259,20 +255,20 @@ def _crowded(job: CheckedJob, host: str, ranks: Sequence[int]) -> Iterator[str]:
     sets = {rank: job.facts[rank].physical_cores() for rank in ranks}
     cpus = {rank: set(job.facts[rank].cores) for rank in ranks}
     numbers = {rank: {core.first_cpu for core in sets[rank]} for rank in ranks}
-    # Ranks that have the same cores aren't bound.
-    pairs = []
+    caches = {rank: {core.l3cache for core in sets[rank]} for rank in ranks}
+    share_caches = True
     for rank, other in itertools.combinations(ranks, 2):
-        if not cpus[rank] & cpus[other]:
-            pairs.append((rank, other))
-    for rank, other in pairs:
+        # Ranks that have the same cores aren't bound.
+        if cpus[rank] & cpus[other]:
+            continue
+        share_caches &= not caches[rank].isdisjoint(caches[other])
         common = numbers[rank] & numbers[other]
         if common:
             yield (
                 f"ranks {rank} and {other} on host {host} have threads of the same core(s), {ranges(common)}: they "
                 "slow each other down.\nWhat to do: give npurun --bind-to core, which divides whole cores."
             )
-    caches = {rank: {core.l3cache for core in sets[rank]} for rank in ranks}
-    if any(not caches[rank] & caches[other] for rank, other in pairs):
+    if not share_caches:
         yield (
             f"no cache joins the cores of all ranks on host {host}: sums of large tensors take up to {_SLOWER} times "
             "as long as with one.\nWhat to do: nothing if each rank needs the cores of its own cache or NUMA node; "
@@ -419,8 +415,5 @@ def _column(title: str, times: Sequence[float]) -> list[str]:
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows)]
-    lines = []
-    for row in rows:
-        cells = map(str.ljust, row, widths)
-        lines.append("  ".join(cells).rstrip())
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     return "\n".join(lines)

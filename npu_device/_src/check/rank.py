@@ -9,7 +9,7 @@ import platform
 import socket
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, astuple, replace
 from pathlib import Path
@@ -85,7 +85,7 @@ def _measured(job: Job, checked: CheckedJob) -> CheckedJob:
     if any(checked.unreachable):
         return checked
     cluster = job.cluster
-    leaders = [cluster.hosts.index(host) for host in dict.fromkeys(cluster.hosts)]
+    leaders = [ranks[0] for ranks in checked.hosts.values()]
     engines = _engines_between(job, len(leaders))
     is_right = _sums_right(job)
     within = None
@@ -93,7 +93,8 @@ def _measured(job: Job, checked: CheckedJob) -> CheckedJob:
         within = _by_size(job, "check_within", cluster.neighbours)
     distance = None
     if cluster.local_rank == 0:
-        distance = _longest_distance(checked.cores_of(cluster.host))
+        first_core, *cores = checked.cores_of(cluster.host)
+        distance = _longest(core_distance(first_core, core) for core in cores[: _CORES - 1])
     # All hosts measure first within, and then between them.
     _gather(job, "within", None)
     between: dict[str, list[float]] = {}
@@ -101,13 +102,12 @@ def _measured(job: Job, checked: CheckedJob) -> CheckedJob:
         between = _between(job, leaders, engines)
     by_rank = _gather(job, "speeds", [is_right, within, between, distance])
     right_of_all, within_of_all, between_of_all, distances = zip(*by_rank)
-    slowest_between: dict[str, Sequence[float]] = {}
-    for engine in engines:
-        slowest_between[engine] = _slowest(times.get(engine) for times in between_of_all)
     return replace(
         checked,
         within=_slowest(within_of_all),
-        between=slowest_between,
+        between={
+            engine: _slowest(times.get(engine) for times in between_of_all) for engine in engines
+        },
         engine_in_use=job.hosts.engine,
         distance=_longest(distances),
         is_right=all(right_of_all),
@@ -132,20 +132,13 @@ def _sums_right(job: Job) -> bool:
     return bool(tf.reduce_all(total == size * (size + 1) / 2))
 
 
-def _longest_distance(cores: Sequence[int]) -> float | None:
-    """Return the longest time of an exchange between the first of some cores and each of the next ones."""
-    return _longest(core_distance(cores[0], core) for core in cores[1:_CORES])
-
-
 def _longest(distances: Iterable[float | None]) -> float | None:
-    measured = [distance for distance in distances if distance is not None]
-    return max(measured, default=None)
+    return max(filter(None, distances), default=None)
 
 
 def _slowest(times_of_ranks: Iterable[list[float] | None]) -> list[float]:
     """Return the longest time for each size; ranks that haven't measured have none."""
-    measured = [times for times in times_of_ranks if times is not None]
-    return list(map(max, zip(*measured)))
+    return list(map(max, zip(*filter(None, times_of_ranks))))
 
 
 def _facts(job: Job | None, root: Path = Path("/")) -> Facts:
@@ -155,9 +148,6 @@ def _facts(job: Job | None, root: Path = Path("/")) -> Facts:
     address = "127.0.0.1"
     ahead: float | None = 0.0
     machine = read_machine()
-    quota = None
-    if machine.quota is not None:
-        quota = machine.quota.cpus
     share = len(os.sched_getaffinity(0))
     if job is not None:
         host = job.cluster.host
@@ -181,7 +171,7 @@ def _facts(job: Job | None, root: Path = Path("/")) -> Facts:
         versions=_versions(),
         share=share,
         layout=[list(astuple(core)) for core in machine.cores],
-        quota=quota,
+        quota=getattr(machine.quota, "cpus", None),
         memory=usable_memory(root),
         free=free_memory(root) or 0,
         clock=ahead,
@@ -205,11 +195,10 @@ def _unreachable(job: Job, servers: tuple[str, ...]) -> dict[int, str]:
     """Connect to the server of one rank on each other host, the one with the same place among those of its host."""
     if not servers:
         return {}
-    hosts = job.cluster.hosts
     targets = []
-    for host in set(hosts) - {job.cluster.host}:
-        ranks = [rank for rank, host_of_rank in enumerate(hosts) if host_of_rank == host]
-        targets.append(ranks[min(job.cluster.local_rank, len(ranks) - 1)])
+    for host, ranks in judge.ranks_by(job.cluster.hosts).items():
+        if host != job.cluster.host:
+            targets.append(ranks[min(job.cluster.local_rank, len(ranks) - 1)])
     targets.sort()
     # All at once, since a firewall that drops packets makes each connection wait.
     with ThreadPoolExecutor(16) as pool:

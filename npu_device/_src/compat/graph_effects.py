@@ -17,6 +17,7 @@ from npu_device._src.compat.graphs import (
     graph_being_built,
     handle_of,
     is_stateful,
+    replace_inputs,
 )
 
 _CALLING = re.compile(r"(Stateful|Stateless|^)(PartitionedCall|If|While|Case|SymbolicGradient)$")
@@ -66,10 +67,7 @@ def without_noise(graph: Any) -> None:
                 held_number = operation.inputs[-2]
             held = tf.cast(held_number, output.dtype)
             constant = tf.fill(tf.shape(output), held)
-            for user in users:
-                for index, tensor in enumerate(user.inputs):
-                    if tensor is output:
-                        user._update_input(index, constant)
+            replace_inputs(users, output, constant)
 
 
 def what_remains(graph: Any) -> tuple[str, Any] | None:

@@ -12,7 +12,6 @@ import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2
 from tensorflow.python.distribute import distribute_lib as _distribute_lib
 from tensorflow.python.eager import context as _context
-from tensorflow.python.framework import ops as _ops
 from tensorflow.python.framework.func_graph import FuncGraph
 from tensorflow.python.ops import (
     control_flow_util as _control_flow_util,
@@ -236,25 +235,25 @@ def functions_of(operation: Any) -> dict[str, list]:
     return graphs
 
 
-def replace_input(operation: Any, index: int, tensor: Any) -> None:
-    """Replace an input of an operation by another tensor, in a graph that has not run yet."""
-    operation._update_input(index, tensor)
+def replace_inputs(users: Iterable, tensor: Any, replacement: Any) -> None:
+    """Replace a tensor that operations take, in a graph that has not run yet."""
+    for user in users:
+        for index, given in enumerate(user.inputs):
+            if given is tensor:
+                user._update_input(index, replacement)
 
 
 def feed_later_users(identity: Any, tensor: Any) -> None:
     """Let an identity pass on another tensor to the operations that come later, in a graph that has not run yet."""
     [earlier] = identity.inputs
     [output] = identity.outputs
-    for user in output.consumers():
-        for index, given in enumerate(user.inputs):
-            if given is output:
-                replace_input(user, index, earlier)
+    replace_inputs(output.consumers(), output, earlier)
     # The new tensor may depend on operations that wait for the identity.
     for waiting in identity._control_outputs:
         others = [source for source in waiting.control_inputs if source is not identity]
         waiting._remove_all_control_inputs()
         waiting._add_control_inputs([*others, earlier.op])
-    replace_input(identity, 0, tensor)
+    replace_inputs([identity], earlier, tensor)
 
 
 def set_seed_of(operation: Any, seed: int) -> None:
@@ -318,15 +317,14 @@ def computed_again(tensor: Any, replacements: Mapping[str, Any]) -> Any:
 
 
 def compiled_by_xla() -> bool:
-    if tf.executing_eagerly():
-        return False
-    return bool(_control_flow_util.GraphOrParentsInXlaContext(_ops.get_default_graph()))
+    graph = graph_being_built()
+    return graph is not None and bool(_control_flow_util.GraphOrParentsInXlaContext(graph))
 
 
 def graph_around_xla() -> Any:
     """Return the function's graph that calls what XLA compiles of the graph being built; None if Python calls it."""
     caller = None
-    graph = _ops.get_default_graph()
+    graph = graph_being_built()
     while graph is not None:
         # The graph is compiled by XLA while it calls.
         if _control_flow_util.InXlaContext(graph):
@@ -353,10 +351,7 @@ def place_without_order() -> str | None:
 
 
 def handle_of(variable: Any) -> Any:
-    if not hasattr(variable, "handle"):
-        # The variables of Keras 3.0 to 3.15 hold TensorFlow's in this attribute.
-        variable = getattr(variable, "_value", None)
-    return getattr(variable, "handle", None)
+    return getattr(inner_variable(variable), "handle", None)
 
 
 def value_of_handle(handle: Any) -> Any:

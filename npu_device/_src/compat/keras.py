@@ -341,8 +341,8 @@ def gradient_entries(keras: Any) -> list[tuple[Any, str]]:
     optimizers = keras.optimizers
     if is_keras_3(keras):
         return [(class_with(optimizers.Optimizer, "apply"), "apply")]
-    bases = [cls for cls in optimizers.Optimizer.__mro__[1:] if "apply_gradients" in vars(cls)]
-    return [(bases[0], "apply_gradients"), (optimizers.legacy.Optimizer, "apply_gradients")]
+    base = class_with(optimizers.Optimizer.__base__, "apply_gradients")
+    return [(base, "apply_gradients"), (optimizers.legacy.Optimizer, "apply_gradients")]
 
 
 def loss_scale_entries(keras: Any) -> list[tuple[Any, str]]:

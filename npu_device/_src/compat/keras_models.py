@@ -17,7 +17,6 @@ from tensorflow.python.util import dispatch
 from npu_device._src.compat.keras import (
     belongs_to_keras,
     class_with,
-    is_keras_3,
     is_vocabulary,
     keras_of,
     of_keras_3,
@@ -252,23 +251,18 @@ def steps_per_call(model: Any) -> int:
 
 def run_training_forward_pass(model: Any, batch: Any) -> None:
     """Do what Keras's own ``train_step`` does, with the same arguments, but for the gradients and the optimizer."""
-    keras = keras_of(model)
-    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
-    # Each release has its own call of the loss in ``Model.train_step``, which is made here.
-    if not is_keras_3(keras):
-        y_pred = model(x, training=True)
-        model.compute_loss(x, y, y_pred, sample_weight)
+    x, y, sample_weight = keras_of(model).utils.unpack_x_y_sample_weight(batch)
+    y_pred = _forward(model, x)
+    # Keras 3.3 and later call this method in ``Model.train_step``, and all others the public one.
+    if of_keras_3(model) and hasattr(model, "_compute_loss"):
+        model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
     else:
-        y_pred = _forward_of_keras_3(model, x)
-        # The method exists from Keras 3.3 on.
-        if hasattr(model, "_compute_loss"):
-            model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
-        else:
-            model.compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight)
+        model.compute_loss(x, y, y_pred, sample_weight)
     model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
 
 
-def _forward_of_keras_3(model: Any, x: Any) -> Any:
+def _forward(model: Any, x: Any) -> Any:
+    # Only Keras 3 looks whether the model takes the argument.
     if getattr(model, "_call_has_training_arg", True):
         return model(x, training=True)
     return model(x)

@@ -111,8 +111,10 @@ def _port_all(options: argparse.Namespace) -> list:
     root = options.root
     sources = {}
     files = []
+    folder = root.parent
     paths: Iterable[Path] = [root]
     if root.is_dir():
+        folder = root
         paths = scripts(root)
     for path in paths:
         try:
@@ -134,10 +136,7 @@ def _port_all(options: argparse.Namespace) -> list:
             continue
         files.append(PortedFile(str(path), diff(source.text, ported, str(path)), findings))
         if options.output:
-            name = path.name
-            if root.is_dir():
-                name = str(path.relative_to(root))
-            source.write(ported, options.output / name)
+            source.write(ported, options.output / path.relative_to(folder))
         elif options.write and ported != source.text:
             source.write(ported, path)
     return sorted(files, key=lambda file: file.path)

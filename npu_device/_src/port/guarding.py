@@ -7,14 +7,16 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import libcst as cst
+from libcst import matchers
 
 from npu_device._src.port.nodes import DEFINITIONS, argument, dotted, method, walk
 from npu_device._src.port.port import DONE, NOTE, OPEN, Port
 from npu_device._src.port.rules import RULES, WORDS_BY_TOPIC, PortingRule
 from npu_device._src.port.version_2 import MODEL_CLASSES, is_model
 
-_FIRST = "with npu.distribute.rank_zero_first()"
-_MAIN = "if npu.distribute.is_main()"
+_FIRST = "with npu.distribute.rank_zero_first(): ..."
+_MAIN = "if npu.distribute.is_main(): ..."
+_WAIT = "\nnpu.distribute.barrier()"
 _READS = re.compile(
     r"(^|\.)(load(?!_data\b)\w*|restore|latest_\w+|(im)?read\w*|open|\w*csv|\w*Dataset|list_files)$"
 )
@@ -60,8 +62,10 @@ def _guard(port: Port, call: Any, action: str) -> bool:
     # The other ranks would miss a statement that does more than this call.
     if not _is_plain(port, statement, call):
         return False
-    others_wait = action in ("save", "write") and _is_read(port, statement)
-    port.guard(statement, _MAIN, others_wait)
+    guard = _MAIN
+    if action in ("save", "write") and _is_read(port, statement):
+        guard += _WAIT
+    port.guard(statement, guard)
     return True
 
 
@@ -74,8 +78,8 @@ def _entered_by_all(port: Port, statement: Any) -> Any:
     # A function may be called in a branch.
     places = [call for call in port.calls if scope in port.callees(call)]
     # A rank may leave before: if os.path.exists(path): return
-    for node in walk(scope, into_definitions=False):
-        if isinstance(node, _LEAVES) and port.line(node) < port.line(statement):
+    for node in port.of(_LEAVES):
+        if port.scope(node) is scope and port.line(node) < port.line(statement):
             places.append(node)
     for place in places:
         if any(_may_differ(port, node) for node in port.around(place) if node not in around):
@@ -84,7 +88,7 @@ def _entered_by_all(port: Port, statement: Any) -> Any:
     if not branches:
         return statement
     branch = port.statement(branches[-1])
-    calls = [node for node in walk(branch) if isinstance(node, cst.Call)]
+    calls = matchers.findall(branch, matchers.Call())
     if all(_is_of_files(port, call) for call in calls):
         return branch
     return None
@@ -100,9 +104,8 @@ def _may_differ(port: Port, node: Any) -> bool:
     targets = [call for call in port.calls if port.called_word(call) in looks]
     tests = [node.test]
     # The answer may have a name: found = os.path.exists(path)
-    for name in walk(node.test):
-        if isinstance(name, cst.Name):
-            tests += port.origins(name)
+    for name in matchers.findall(node.test, matchers.Name()):
+        tests += port.origins(name)
     return any(port.runs(test, targets) for test in tests)
 
 
@@ -161,18 +164,18 @@ def _may_follow(port: Port, node: Any, call: Any) -> bool:
 def _rule(port: Port, call: Any) -> PortingRule | None:
     """Return the rule that names a call; None for files that are only read, and what Keras saves by itself."""
     name = port.name(call.func) or dotted(call.func)
-    receiver = ""
+    is_replicated = False
     if method(call) and not port.name(call.func):
-        receiver = port.text(call.func.value)
+        receiver = call.func.value
+        is_replicated = port.is_replicated(receiver)
         name = f".{method(call)}"
         # The maker names the method of an object: saver.save(…), where saver = tf.train.Saver()
-        if dotted(call.func.value) and port.maker(call.func.value):
-            name = f"{port.maker(call.func.value)}().{method(call)}"
+        if dotted(receiver) and port.maker(receiver):
+            name = f"{port.maker(receiver)}().{method(call)}"
     # A file that is only read needs no guard.
     mode = port.text(argument(call, "mode", 1))
     if name == "open" and not re.search("[wax+]", mode):
         return None
-    is_replicated = bool(receiver) and port.is_replicated(call.func.value)
     for rule in RULES.values():
         # A replicated model is saved by rank 0 only, by itself.
         if is_replicated and rule.action == "save":
@@ -206,13 +209,12 @@ def _guardable(port: Port, call: Any) -> Any:
         managers = [with_item.item for with_item in statement.items]
         # The call may be a context manager: with open(…) as file
         is_guardable = call in managers
-    elif any(isinstance(node, (cst.Lambda, cst.CompFor)) for node in walk(statement)):
+    elif matchers.findall(statement, matchers.Lambda() | matchers.CompFor()):
         # In these, nothing shows when, and how often, the call is made.
         is_guardable = False
-    elif not isinstance(statement, cst.SimpleStatementLine) or len(statement.body) != 1:
-        is_guardable = False
     else:
-        is_guardable = isinstance(statement.body[0], cst.Expr) or port.target(statement) is not None
+        is_call = matchers.matches(statement, matchers.SimpleStatementLine([matchers.Expr()]))
+        is_guardable = is_call or port.target(statement) is not None
     if not is_guardable:
         return None
     return statement
@@ -254,8 +256,8 @@ def _binds_for_others(port: Port, statement: Any, node: Any) -> bool:
         target = node.asname.name
     if target is None:
         return False
-    names = {inner.value for inner in walk(target) if isinstance(inner, cst.Name)}
-    end = max(port.line(inner) for inner in walk(statement) if isinstance(inner, cst.Name))
+    names = {inner.value for inner in matchers.findall(target, matchers.Name())}
+    end = max(map(port.line, matchers.findall(statement, matchers.Name())))
     scope = port.scope(statement)
     for inner in port.of(cst.Name):
         is_later = port.line(inner) > end and port.scope(inner) is scope
@@ -268,9 +270,6 @@ def _is_bound_again(port: Port, name: Any) -> bool:
     """Return True in a loop that gives a name its values."""
     for outer in port.around(name):
         is_loop = isinstance(outer, (cst.For, cst.CompFor))
-        if is_loop and any(
-            isinstance(inner, cst.Name) and inner.value == name.value
-            for inner in walk(outer.target)
-        ):
+        if is_loop and matchers.findall(outer.target, matchers.Name(name.value)):
             return True
     return False

@@ -5,12 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import libcst as cst
+from libcst import matchers
 
 from npu_device._src.port.nodes import argument, bounded, dotted, is_call_of, method, walk
 from npu_device._src.port.port import DONE, OPEN, Port
 from npu_device._src.port.rules import WORDS_BY_TOPIC
 from npu_device._src.port.script import BLOCKS
 
+_GIVEN = matchers.MatchIfTrue(bool)
+_RANGE = matchers.SubscriptElement(matchers.Slice(_GIVEN, _GIVEN, None))
+_SLICED = matchers.Subscript(slice=[_RANGE])
 _LOOPS = (cst.For, cst.While)
 SHARE = "[npu.distribute.rank() :: npu.distribute.size()]"
 
@@ -49,7 +53,7 @@ def _is_made_once(port: Port, batch: Any) -> bool:
     return True
 
 
-@bounded(12, None)
+@bounded(None)
 def _batch(port: Port, node: Any) -> Any:
     """Return the call of ``batch`` behind what a loop reads, or None."""
     if method(node) in WORDS_BY_TOPIC["batches"]:
@@ -101,7 +105,7 @@ def _resize(port: Port, size: str, training: list) -> None:
     for call in port.calls:
         if method(call) not in makers:
             continue
-        uses = [node for node in walk(call) if isinstance(node, cst.Name) and node.value == size]
+        uses = matchers.findall(call, matchers.Name(size))
         if not uses or not any(port.runs(loop.body, [call]) for loop in training):
             continue
         if method(call) in WORDS_BY_TOPIC["draws"]:
@@ -124,7 +128,7 @@ def _leads_to(port: Port, statement: Any, steps: list) -> bool:
     if target is None:
         return port.runs(statement, steps)
     # Attributes and elements may be read anywhere.
-    if any(isinstance(node, (cst.Attribute, cst.Subscript)) for node in walk(target)):
+    if matchers.findall(target, matchers.Attribute() | matchers.Subscript()):
         return True
     loop = next(outer for outer in port.around(statement) if isinstance(outer, _LOOPS))
     block = next(outer for outer in port.around(statement) if isinstance(outer, BLOCKS))
@@ -184,9 +188,6 @@ def is_slice(node: Any) -> bool:
     """Return True for ``x[begin:end]``, several of them, and ``data.next_batch(…)``."""
     if isinstance(node, cst.Tuple):
         return all(is_slice(inner.value) for inner in node.elements)
-    if not isinstance(node, cst.Subscript) or len(node.slice) != 1 or not dotted(node.value):
-        return method(node) == "next_batch"
-    index = node.slice[0].slice
-    if not isinstance(index, cst.Slice):
-        return False
-    return index.lower is not None and index.upper is not None and index.step is None
+    if matchers.matches(node, _SLICED):
+        return bool(dotted(node.value))
+    return method(node) == "next_batch"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import libcst as cst
@@ -11,18 +10,20 @@ import libcst as cst
 DEFINITIONS = (cst.FunctionDef, cst.ClassDef)
 
 
-def bounded(steps: int, unknown: Any) -> Callable[[Callable], Callable]:
-    """Let a function that follows a node back, by calling itself, return ``unknown`` after that many steps: assignments
-    may go round in a circle.
+_MOST_STEPS = 20
+
+
+def bounded(unknown: Any) -> Callable[[Callable], Callable]:
+    """Let a function that follows a node back, by calling itself, return ``unknown`` after many steps: assignments may
+    go round in a circle.
     """
 
     def decorate(follow: Callable) -> Callable:
         depth = 0
 
-        @functools.wraps(follow)
         def follow_step(owner: Any, node: Any) -> Any:
             nonlocal depth
-            if depth > steps:
+            if depth > _MOST_STEPS:
                 return unknown
             depth += 1
             try:
@@ -35,12 +36,24 @@ def bounded(steps: int, unknown: Any) -> Callable[[Callable], Callable]:
     return decorate
 
 
-def walk(node: Any, into_definitions: bool = True) -> Iterator:
-    """Yield a node and all below it; without ``into_definitions``, not what functions and classes hold."""
+def follow(start: Any, sources: Callable[[Any], Iterable]) -> Iterator:
+    """Yield a node, and all those that its sources lead to, each once: assignments may go round in a circle."""
+    visited = set()
+    pending = [start]
+    while pending:
+        node = pending.pop()
+        if node not in visited:
+            visited.add(node)
+            yield node
+            # The sources of a source come before the next source.
+            pending += reversed(list(sources(node)))
+
+
+def walk(node: Any) -> Iterator:
+    """Yield a node and all below it."""
     yield node
     for child in node.children:
-        if into_definitions or not isinstance(child, DEFINITIONS):
-            yield from walk(child, into_definitions)
+        yield from walk(child)
 
 
 def dotted(node: Any) -> str:
@@ -58,13 +71,6 @@ def dotted(node: Any) -> str:
 def last_word(name: str) -> str:
     """Return the "c" of "a.b.c"."""
     return name.rpartition(".")[2]
-
-
-def root(node: Any) -> Any:
-    """Return the node of the "a" in "a.b.c"."""
-    while isinstance(node, cst.Attribute):
-        node = node.value
-    return node
 
 
 def parameters(function: Any) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import libcst as cst
 
@@ -33,13 +33,6 @@ class Finding:
     choices: tuple[str, ...] = ()
 
 
-class Guard(NamedTuple):
-    """What a statement is put below, and whether the other ranks wait behind it."""
-
-    head: str
-    others_wait: bool
-
-
 class Port(Script, cst.CSTTransformer):
     """A script with edits, which ``apply`` makes all at once; libcst.ParserSyntaxError if it isn't Python 3.
 
@@ -62,7 +55,7 @@ class Port(Script, cst.CSTTransformer):
         # What stands for an expression in new code, and the name that takes its place.
         self._moved: dict[Any, tuple[str, str]] = {}
         self._text_by_mark: dict[str, str] = {}
-        self._guards: dict[Any, Guard] = {}
+        self._guards: dict[Any, str] = {}
 
     def report(self, kind: str, rule: str, node: Any, text: str = "") -> None:
         """Add a line to the report, once; without a text, the text of the rule."""
@@ -92,15 +85,10 @@ class Port(Script, cst.CSTTransformer):
     def is_replicated(self, model: Any) -> bool:
         """Return True if a model is replicated by this name, as far as it is seen from here."""
         name = self.text(model)
-        scopes = list(self.around(model))
-        # A parameter is a different model than one of the same name outside of its function.
-        owner = next(iter(self.takers(name, model)), scopes[-1])
-        scopes = scopes[: scopes.index(owner) + 1]
-        for replicated, scope in self.replicated:
-            # An attribute may have been replicated in another method.
-            if replicated == name and (scope in scopes or name.startswith("self.")):
-                return True
-        return False
+        # An attribute may have been replicated in another method.
+        if name.startswith("self."):
+            return any(replicated == name for replicated, _ in self.replicated)
+        return any((name, scope) in self.replicated for scope in self.scopes_of(name, model))
 
     def unused_name(self, name: str) -> str:
         """Return a name that the script doesn't use."""
@@ -124,9 +112,9 @@ class Port(Script, cst.CSTTransformer):
         mark, _ = self._moved.setdefault(node, (f"__moved_{len(self._moved)}__", name))
         return mark
 
-    def guard(self, statement: Any, head: str, others_wait: bool = False) -> None:
-        """Put a statement below ``head``; with ``others_wait``, a barrier follows."""
-        self._guards.setdefault(statement, Guard(head, others_wait))
+    def guard(self, statement: Any, code: str) -> None:
+        """Let a statement be the body of the first statement in ``code``."""
+        self._guards.setdefault(statement, code)
 
     @property
     def is_open(self) -> bool:
@@ -146,7 +134,6 @@ class Port(Script, cst.CSTTransformer):
     # Edits, made while the nodes are left, from the inside
 
     def on_leave(self, original: Any, updated: Any) -> Any:
-        updated = super().on_leave(original, updated)
         if original in self._replaced:
             updated = self._replacement(original, updated)
         if original in self._moved:
@@ -214,17 +201,16 @@ class Port(Script, cst.CSTTransformer):
         return [cst.parse_statement(self._completed(line)) for line in lines]
 
 
-def _guarded(guard: Guard, statements: list) -> Iterator:
-    """Yield statements below the head of a guard, and a barrier if the other ranks wait."""
-    leading, *following = statements
+def _guarded(code: str, statements: list) -> Iterator:
+    """Yield a guard with statements as its body, and what comes after it."""
+    guard, *following = cst.parse_module(code).body
+    leading, *later = statements
     body = [leading.with_changes(leading_lines=())]
-    for statement in following:
+    for statement in later:
         # Only lines with a comment are indented, since the others are empty.
         lines = []
         for line in statement.leading_lines:
             lines.append(line.with_changes(indent=line.comment is not None))
         body.append(statement.with_changes(leading_lines=lines))
-    head = cst.parse_statement(f"{guard.head}:\n    pass\n")
-    yield head.with_changes(leading_lines=leading.leading_lines, body=cst.IndentedBlock(body))
-    if guard.others_wait:
-        yield cst.parse_statement("npu.distribute.barrier()")
+    yield guard.with_changes(leading_lines=leading.leading_lines, body=cst.IndentedBlock(body))
+    yield from following

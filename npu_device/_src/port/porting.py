@@ -32,11 +32,13 @@ _TRAINS = re.compile(
 _BEFORE_OPEN = re.compile(
     r"(import|from)\s|os\.environ|warnings\.|logging\.|sys\.path|matplotlib\.use|.*\.(set_verbosity|(dis|en)able_\w+)\("
 )
+_TEXT = re.compile(r"[BbRrUu]*[\"']")
 _ONLY_IMPORTS = re.compile(r"(try|if)\b.*:\n(\s+(import|from)\s.*\n)+(except|else)?")
 _PYTHON_2 = re.compile(
     r"^\s*(print\s+[\"'\w%(]|exec\s+[\"'\w]|except\s+[\w.]+\s*,\s*\w+\s*:|raise\s+\w+\s*,)", re.M
 )
 _MAGIC = re.compile(r"^\s*(%|!)\w", re.M)
+_IMPORT = re.compile(r".*\bimport\b.*")
 _IS_MAIN = re.compile(r"^if\s+__name__\s*==\s*[\"']__main__", re.M)
 
 
@@ -94,10 +96,8 @@ def scripts(folder: Path) -> Iterator[Path]:
 def entries(sources: Collection[Source]) -> list[Path]:
     """Return the files with which a job may start: those that ask for it, and those that no other file imports."""
     # Words are compared, as a module may be imported from a package, or under another name.
-    imported_words = set()
-    for source in sources:
-        for line in re.findall(r".*\bimport\b.*", source.text):
-            imported_words.update(re.findall(r"\w+", line))
+    lines = [line for source in sources for line in _IMPORT.findall(source.text)]
+    imported_words = set(re.findall(r"\w+", "\n".join(lines)))
     paths = []
     for source in sources:
         if _IS_MAIN.search(source.text) or source.path.stem not in imported_words:
@@ -229,23 +229,14 @@ def _last_of_introduction(port: Port) -> Any:
     end = None
     for statement in port.module.body:
         code = "\n".join(port.lines[port.line(statement) - 1 :])
-        is_text = _is_text(statement)
+        # A string that stands alone, as a docstring does, may be a raw one.
+        is_text = _TEXT.match(code)
         is_docstring = is_text and end is None
         if _BEFORE_OPEN.match(code) or _ONLY_IMPORTS.match(code) or is_docstring:
             end = statement
         elif not is_text and not _is_alias(port, statement):
             break
     return end
-
-
-def _is_text(statement: Any) -> bool:
-    """Return True for a string that stands alone, as a docstring does; it may be a raw one."""
-    if not isinstance(statement, cst.SimpleStatementLine):
-        return False
-    is_expression = isinstance(statement.body[0], cst.Expr)
-    return is_expression and isinstance(
-        statement.body[0].value, (cst.SimpleString, cst.ConcatenatedString)
-    )
 
 
 def _is_alias(port: Port, statement: Any) -> bool:

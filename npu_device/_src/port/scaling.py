@@ -59,7 +59,7 @@ _NUMBERS = (Scale.MEAN, Scale.SUM, Scale.REPLICAS, Scale.DEVICES)
 """What is a single number, whatever the samples are."""
 
 
-@bounded(20, Scale.UNKNOWN)
+@bounded(Scale.UNKNOWN)
 def scaling(port: Port, node: Any) -> Scale:
     """Return how an expression for a loss scales, by what it is computed from."""
     if node is None:
@@ -76,17 +76,11 @@ def scaling(port: Port, node: Any) -> Scale:
         right_scale = scaling(port, node.right)
         return _combined(node.operator, left_scale, right_scale)
     # An element, such as tf.shape(x)[0], may be the number of samples.
-    if isinstance(node, cst.Subscript):
-        return _of_subscript(port, node)
+    if isinstance(node, cst.Subscript) and _LENGTH_OF_BATCH.search(port.text(node)):
+        return Scale.COUNT
     if isinstance(node, cst.Call):
         return _of_call(port, node)
     return _of_name(port, node)
-
-
-def _of_subscript(port: Port, node: Any) -> Scale:
-    if _LENGTH_OF_BATCH.search(port.text(node)):
-        return Scale.COUNT
-    return Scale.UNKNOWN
 
 
 def _of_name(port: Port, node: Any) -> Scale:
@@ -116,8 +110,6 @@ def _of_all(port: Port, origins: Iterable) -> Scale:
 
 def _is_size_of_all_data(port: Port, node: Any) -> bool:
     """Return True for len(…) that is computed once, at the top of the script: not of a batch."""
-    if not dotted(node):
-        return False
     assignment = port.assigned(node)
     if assignment is None or assignment.statement not in port.module.body:
         return False
@@ -193,10 +185,7 @@ def _of_samples(port: Port, word: str, operand: Any) -> Scale:
 
 def _of_loss_object(port: Port, call: Any) -> Scale:
     """Return the scale of ``criterion(y, x)``, by the reduction with which the object was made."""
-    maker = call.func
-    if not isinstance(maker, cst.Call):
-        maker = port.origins(maker)[0]
-    text = port.text(argument(maker, "reduction"))
+    text = port.text(argument(port.meant(call.func), "reduction"))
     # The last word is enough: of tf.keras.losses.Reduction.SUM it is SUM.
     reduction = last_word(text.lower().strip("\"'"))
     return {"none": Scale.EACH, "sum": Scale.SUM}.get(reduction, Scale.MEAN)

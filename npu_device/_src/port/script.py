@@ -7,6 +7,7 @@ from collections.abc import Container, Iterator
 from typing import Any, NamedTuple
 
 import libcst as cst
+from libcst import matchers
 from libcst.metadata import (
     MetadataWrapper,
     ParentNodeProvider,
@@ -19,10 +20,10 @@ from npu_device._src.port.nodes import (
     DEFINITIONS,
     argument,
     dotted,
+    follow,
     last_word,
     method,
     parameters,
-    root,
     walk,
 )
 
@@ -32,6 +33,7 @@ _KERAS = re.compile(
 )
 _SCOPES = (cst.Module, *DEFINITIONS)
 BLOCKS = (cst.Module, cst.IndentedBlock)
+_ASSIGNMENT = matchers.SimpleStatementLine([matchers.Assign([matchers.AssignTarget()])])
 
 
 class Assignment(NamedTuple):
@@ -71,10 +73,9 @@ class Script:
         self._nodes = list(walk(self.module))
         self.calls = self.of(cst.Call)
         self._functions = self.of(cst.FunctionDef)
+        self._returns = self.of(cst.Return)
         self.classes = {node.name.value: node for node in self.of(cst.ClassDef)}
         self.imported: list[tuple[str, Any]] = []
-        # The import that a name is assigned, by its local qualified name: keras = tf.keras.
-        self._aliases: dict[str, str] = {}
         self._assignments: dict[str, list[Assignment]] = {}
         for node in self._nodes:
             if isinstance(node, (cst.Import, cst.ImportFrom)):
@@ -107,10 +108,6 @@ class Script:
         name = dotted(target)
         if not name:
             return
-        full_name = self.name(value)
-        # A name may stand for an import: keras = tf.keras
-        if full_name and position is None and isinstance(target, cst.Name):
-            self._aliases.update(dict.fromkeys(self._local_names(target), full_name))
         assignment = Assignment(value, self.statement(node), self.scope(node), position)
         self._assignments.setdefault(name, []).append(assignment)
 
@@ -162,33 +159,36 @@ class Script:
     @staticmethod
     def target(statement: Any) -> Any:
         """Return what a statement assigns to, if it does nothing else; else None."""
-        if not isinstance(statement, cst.SimpleStatementLine) or len(statement.body) != 1:
+        if not matchers.matches(statement, _ASSIGNMENT):
             return None
-        assign = statement.body[0]
-        if not isinstance(assign, cst.Assign) or len(assign.targets) != 1:
-            return None
-        return assign.targets[0].target
+        return statement.body[0].targets[0].target
 
     # Names
 
     def name(self, node: Any) -> str:
         """Return the full name of what an import has brought ("keras.Model"); "" for anything else."""
-        spelled = dotted(node)
-        if not spelled:
+        if not dotted(node):
             return ""
         full_name = self._imported_name(node)
-        if not full_name:
-            owner = root(node)
-            names = [name for name in self._local_names(owner) if name in self._aliases]
-            if not names:
-                return ""
-            full_name = self._aliases[names[0]] + spelled[len(owner.value) :]
+        if not full_name and isinstance(node, cst.Attribute):
+            owner = self.name(node.value)
+            if owner:
+                full_name = f"{owner}.{node.attr.value}"
+        elif not full_name:
+            assignment = self.assigned(node)
+            # A name may stand for an import: keras = tf.keras
+            if assignment is not None and assignment.position is None:
+                full_name = self.name(assignment.value)
         return _KERAS.sub("keras", _TENSORFLOW.sub("tensorflow", full_name))
 
     def _imported_name(self, node: Any) -> str:
-        names = self._names_from(QualifiedNameSource.IMPORT, node)
+        names = self._qualified_names.get(node, ())
+        # LibCST looks names up when they are asked for.
+        if callable(names):
+            names = names()
+        imported = [name.name for name in names if name.source is QualifiedNameSource.IMPORT]
         # The last import counts where there are several, in try and except for example.
-        return max(names, key=self._import_index, default="")
+        return max(imported, key=self._import_index, default="")
 
     def _import_index(self, name: str) -> tuple[int, str]:
         matches = []
@@ -196,16 +196,6 @@ class Script:
             if f"{name}.".startswith(f"{imported}."):
                 matches.append(index)
         return max(matches, default=-1), name
-
-    def _local_names(self, node: Any) -> list[str]:
-        return sorted(self._names_from(QualifiedNameSource.LOCAL, node))
-
-    def _names_from(self, source: QualifiedNameSource, node: Any) -> list[str]:
-        names = self._qualified_names.get(node, ())
-        # LibCST looks names up when they are asked for.
-        if callable(names):
-            names = names()
-        return [name.name for name in names if name.source is source]
 
     def called_word(self, call: Any) -> str:
         """Return the last word of what is called: "reduce_mean" of ``tf.reduce_mean(x)``."""
@@ -218,7 +208,7 @@ class Script:
         """Return the last assignment of a name before it in its scope; else the last in a scope around it."""
         name = dotted(node)
         line = self.line(node)
-        for depth, scope in enumerate(self._scopes(node)):
+        for depth, scope in enumerate(self.scopes_of(name, node)):
             # An attribute may be assigned in any method.
             is_attribute = name.startswith("self.") and isinstance(scope, cst.ClassDef)
             assignments = self._assignments.get(name, ())
@@ -230,6 +220,14 @@ class Script:
                 return candidates[-1]
         return None
 
+    def scopes_of(self, name: str, node: Any) -> Iterator:
+        """Yield the scopes around a node in which a name may be assigned, from the inside."""
+        for scope in self._scopes(node):
+            yield scope
+            # A parameter hides what scopes around its function assign.
+            if isinstance(scope, cst.FunctionDef) and name in parameters(scope):
+                return
+
     def assignments(self, name: str, scope: Any) -> list[Assignment]:
         """Return the assignments of a name in a scope, in order."""
         return [found for found in self._assignments.get(name, ()) if found.scope is scope]
@@ -240,7 +238,7 @@ class Script:
             return self._returned(node)
         name = dotted(node)
         assignment = None
-        if name and not self.name(node):
+        if not self.name(node):
             assignment = self.assigned(node)
         # A name without an assignment is a parameter.
         if assignment is None:
@@ -262,13 +260,9 @@ class Script:
 
     def _returned(self, call: Any) -> list:
         """Return what the functions of the script that a call runs return."""
-        returns = []
-        for function in self.callees(call):
-            nodes = walk(function.body, into_definitions=False)
-            for node in nodes:
-                if isinstance(node, cst.Return) and node.value is not None:
-                    returns.append(node.value)
-        return returns
+        functions = self.callees(call)
+        returns = [node for node in self._returns if self.scope(node) in functions]
+        return [node.value for node in returns if node.value is not None]
 
     def _arguments(self, name: str, function: Any) -> list:
         """Return what the calls of a function in the script pass for a parameter."""
@@ -288,12 +282,16 @@ class Script:
         functions = [outer for outer in self.around(node) if isinstance(outer, cst.FunctionDef)]
         return [function for function in functions if name in parameters(function)]
 
+    def meant(self, node: Any) -> Any:
+        """Return the expression that a name stands for, if it's known; any other expression itself."""
+        if not dotted(node):
+            return node
+        return next(iter(self.origins(node)), node)
+
     def maker(self, node: Any) -> str:
         """Return the full name of what was called to make a value; "" if unknown."""
-        call = node
         # A name stands for what made it: optimizer = tf.keras.optimizers.SGD()
-        if dotted(node):
-            call = next(iter(self.origins(node)), None)
+        call = self.meant(node)
         if not isinstance(call, cst.Call):
             return ""
         return self.name(call.func)
@@ -308,21 +306,16 @@ class Script:
         # strategy.run(step), threading.Thread(target=step)
         return [function for arg in call.args for function in self.functions(arg.value, call)]
 
-    def runs(self, node: Any, targets: Container[Any], visited: set | None = None) -> bool:
+    def runs(self, node: Any, targets: Container[Any]) -> bool:
         """Return True if a node contains one of the targets, or a function that it may call does."""
-        if visited is None:
-            visited = set()
-        for inner in walk(node, into_definitions=False):
-            if inner in targets:
-                return True
-            if not isinstance(inner, cst.Call):
-                continue
-            functions = [function for function in self.callees(inner) if function not in visited]
-            # Functions may call themselves, and are visited once.
-            visited.update(functions)
-            if any(self.runs(function.body, targets, visited) for function in functions):
-                return True
-        return False
+        return any(inner in targets for inner in follow(node, self._run_with))
+
+    def _run_with(self, node: Any) -> list:
+        """Return what runs with a node: its parts, and the functions that it calls."""
+        nodes = [child for child in node.children if not isinstance(child, DEFINITIONS)]
+        if isinstance(node, cst.Call):
+            nodes += [function.body for function in self.callees(node)]
+        return nodes
 
     def inherits(self, owner: Any, endings: tuple[str, ...]) -> bool:
         """Return True if a class of the script derives from one whose name ends so, directly or not."""
@@ -339,25 +332,23 @@ class Script:
         name = last_word(dotted(node))
         if not name or self.name(node):
             return []
-        # The class of an object whose method is called isn't looked for.
-        if not isinstance(node, cst.Name):
-            return self._named(name, are_methods=True)
+        is_name = isinstance(node, cst.Name)
+        owner = None
         # A call of a class, such as Model(), runs its ``__init__``.
-        if name in self.classes:
+        if is_name and name in self.classes:
             owner = self.classes[name]
-            makers = self._named("__init__", are_methods=True)
-            candidates = [maker for maker in makers if self.scope(maker) is owner]
-        else:
-            candidates = self._named(name, are_methods=False)
+            name = "__init__"
+        candidates = []
+        for function in self._functions:
+            if function.name.value != name:
+                continue
+            scope = self.scope(function)
+            # A method may be that of any class, since that of its object isn't looked for.
+            is_kind = isinstance(scope, cst.ClassDef) != is_name
+            if scope is owner or (owner is None and is_kind):
+                candidates.append(function)
+        if not is_name:
+            return candidates
         # The last definition before the call counts.
         earlier = [function for function in candidates if self.line(function) < self.line(call)]
         return (earlier or candidates)[-1:]
-
-    def _named(self, name: str, are_methods: bool) -> list:
-        """Return the methods of a name, of any class, or the other functions."""
-        functions = []
-        for function in self._functions:
-            is_method = isinstance(self.scope(function), cst.ClassDef)
-            if function.name.value == name and is_method == are_methods:
-                functions.append(function)
-        return functions

@@ -13,7 +13,7 @@ from npu_device._src.port.port import DONE, OPEN, Port
 from npu_device._src.port.rules import WORDS_BY_TOPIC
 from npu_device._src.port.script import Assignment
 
-_OPERATIONS = (cst.BinaryOperation, cst.UnaryOperation, cst.IfExp)
+_OPERATIONS = (cst.BinaryOperation, cst.UnaryOperation, cst.IfExp, cst.AugAssign)
 
 
 class Feed(enum.Enum):
@@ -27,10 +27,8 @@ class Feed(enum.Enum):
 def divide_feed(port: Port, call: Any) -> None:
     """Divide what the training step of a session is fed with."""
     feeds = {}
-    feed_dict = argument(call, "feed_dict", 1)
     # The dictionary may have a name: feed_dict=feed, where feed = {x: …}
-    if feed_dict is not None and dotted(feed_dict):
-        feed_dict = next(iter(port.origins(feed_dict)), feed_dict)
+    feed_dict = port.meant(argument(call, "feed_dict", 1))
     if isinstance(feed_dict, cst.Dict):
         reader = _Reader(port, call)
         feeds = {pair.value: reader.feed(pair.value) for pair in feed_dict.elements}
@@ -55,7 +53,7 @@ class _Reader:
         statements = port.around(call)
         self._loops = [outer for outer in statements if isinstance(outer, (cst.For, cst.While))]
 
-    @bounded(20, Feed.UNKNOWN)
+    @bounded(Feed.UNKNOWN)
     def feed(self, node: Any) -> Feed:
         is_truth = self._port.text(node) in ("True", "False")
         if is_truth or isinstance(node, (cst.Integer, cst.Float)):
@@ -65,12 +63,10 @@ class _Reader:
         # The test of a conditional expression says nothing of its value.
         if isinstance(node, cst.IfExp):
             return self._of_operands([node.body, node.orelse])
+        # An assignment such as rate *= 0.5 changes a value in place.
         if isinstance(node, _OPERATIONS):
             operands = [child for child in node.children if isinstance(child, cst.BaseExpression)]
             return self._of_operands(operands)
-        # It was changed in place: rate *= 0.5
-        if isinstance(node, cst.AugAssign):
-            return self._of_operands([node.target, node.value])
         if isinstance(node, cst.Call):
             return self._of_call(node)
         if dotted(node):
@@ -132,8 +128,11 @@ class _Reader:
         """Return True if what a loop assigns isn't known, but looks like a batch."""
         value = assignment.value
         if isinstance(value, cst.Subscript):
+            index = value.slice[0].slice
+            if isinstance(index, cst.Slice) or isinstance(index.value, cst.Integer):
+                return True
             # An element that the loop counts to may be a number: rates[epoch]
-            return isinstance(value.slice[0].slice, cst.Slice) or not self._counts(value)
+            return self.feed(index.value) is not Feed.NUMBER
         if not isinstance(value, cst.Call):
             return isinstance(value, cst.ListComp)
         # Several values are a batch and its labels: x, y = batch_of(step)
@@ -142,7 +141,3 @@ class _Reader:
         # One value may be a rate: rate = schedule(epoch)
         feed = self._of_operands([arg.value for arg in value.args])
         return feed is not Feed.NUMBER and not self._gives_number(value)
-
-    def _counts(self, subscript: Any) -> bool:
-        index = subscript.slice[0].slice.value
-        return not isinstance(index, cst.Integer) and self.feed(index) is Feed.NUMBER

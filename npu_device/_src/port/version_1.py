@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import libcst as cst
+from libcst import matchers
 
-from npu_device._src.port.nodes import argument, dotted, last_word, method, walk
+from npu_device._src.port.nodes import argument, dotted, follow, last_word, method
 from npu_device._src.port.port import DONE, NOTE, OPEN, Port
 from npu_device._src.port.rules import WORDS_BY_TOPIC
 from npu_device._src.port.scaling import Scale, scaling
@@ -56,10 +59,8 @@ def _ask_about_what_is_gone(port: Port) -> None:
 
 def _import_version_1(port: Port, opened: list, is_v1: bool) -> None:
     """Import ``tensorflow.compat.v1`` in a script for TensorFlow 1, if that is asked for; else ask."""
-    plain = []
-    for name, node in port.imported:
-        if name == "tensorflow" and isinstance(node, cst.Import):
-            plain.append(node)
+    named = [node for name, node in port.imported if name == "tensorflow"]
+    plain = [node for node in named if isinstance(node, cst.Import)]
     if not plain or any(".compat.v1" in port.text(call.func) for call in opened):
         return
     if not is_v1:
@@ -104,7 +105,7 @@ def _port_steps(port: Port) -> None:
                 after=True,
             )
             port.report(DONE, "session: broadcast", call)
-        elif any(isinstance(node, cst.Name) and node.value in step_names for node in walk(call)):
+        elif any(name.value in step_names for name in matchers.findall(call, matchers.Name())):
             divide_feed(port, call)
 
 
@@ -148,9 +149,7 @@ def port_strategies(port: Port) -> None:
 def _is_in_loss_of_keras(port: Port, node: Any) -> bool:
     """Return True in the classes of a model, and in functions that ``compile`` is given."""
     compiles = [call for call in port.calls if method(call) == "compile"]
-    names = {
-        inner.value for call in compiles for inner in walk(call) if isinstance(inner, cst.Name)
-    }
+    names = {inner.value for call in compiles for inner in matchers.findall(call, matchers.Name())}
     for owner in port.around(node):
         if port.inherits(owner, ("Model", "Sequential", "Layer", "Loss")):
             return True
@@ -199,7 +198,7 @@ def _port_reduce(port: Port, call: Any) -> None:
         port.report(OPEN, "unsupported strategy calls", call)
         return
     # Only the data of training is divided: of a validation, each rank would add the whole.
-    if reduction == "sum" and not _comes_from(port, value, training_steps(port), set()):
+    if reduction == "sum" and not _comes_from(port, value, training_steps(port)):
         port.report(OPEN, "sum outside of training", call)
         return
     moved = port.move(value, "value")
@@ -207,29 +206,28 @@ def _port_reduce(port: Port, call: Any) -> None:
     port.report(DONE, "strategy.reduce", call)
 
 
-def _comes_from(port: Port, node: Any, steps: list, visited: set) -> bool:
+def _comes_from(port: Port, value: Any, steps: list) -> bool:
     """Return True if a value is what one of the steps, or a function that runs one, gives."""
-    # Assignments may go round in a circle.
-    if node in visited:
-        return False
-    visited.add(node)
-    if isinstance(node, cst.Call) and port.callees(node):
-        # What it returns counts, and not its arguments: a trained model may be one.
-        origins = port.origins(node)
-        if port.runs(node, steps):
+    for node in follow(value, functools.partial(_sources, port)):
+        if isinstance(node, cst.Call) and port.callees(node) and port.runs(node, steps):
             return True
-    elif dotted(node):
+    return False
+
+
+def _sources(port: Port, node: Any) -> Iterable:
+    # What a call returns counts, and not its arguments: a trained model may be one.
+    if isinstance(node, cst.Call) and port.callees(node):
+        return port.origins(node)
+    if dotted(node):
         assignment = port.assigned(node)
-        origins = port.origins(node)
         # One of several values may also be the result of a step: loss, accuracy = strategy.run(step)
         if assignment is not None:
-            origins = [assignment.value]
+            return [assignment.value]
+        return port.origins(node)
     # The body of a loop isn't a part of what its variable gets.
-    elif isinstance(node, cst.For):
-        origins = []
-    else:
-        origins = node.children
-    return any(_comes_from(port, origin, steps, visited) for origin in origins)
+    if isinstance(node, cst.For):
+        return []
+    return node.children
 
 
 def uses_strategy(port: Port) -> bool:

@@ -8,6 +8,7 @@ import re
 from typing import Any
 
 import libcst as cst
+from libcst import matchers
 
 from npu_device._src.port.loop_data import divide
 from npu_device._src.port.nodes import (
@@ -15,6 +16,7 @@ from npu_device._src.port.nodes import (
     argument,
     bounded,
     dotted,
+    follow,
     is_call_of,
     method,
     walk,
@@ -31,10 +33,10 @@ _DRAWS = re.compile(r"dropout\w*[(=]|GaussianNoise\(|(normal|uniform)\([^)]*\bsh
 class _Trainee(enum.Enum):
     """What ``fit`` is called on."""
 
-    MODEL = enum.auto()
-    COMPILED = enum.auto()  # a model that a function of the script has compiled, and so replicated
-    OTHER = enum.auto()
-    UNKNOWN = enum.auto()
+    MODEL = True
+    OTHER = False
+    COMPILED = "compiled"  # a model that a function of the script has compiled, and so replicated
+    UNKNOWN = None
 
 
 def replicate_models(port: Port) -> None:
@@ -156,35 +158,26 @@ def _looks_like_training(call: Any) -> bool:
     return any(argument(call, name) is not None for name in WORDS_BY_TOPIC["arguments of fit"])
 
 
-@bounded(6, _Trainee.UNKNOWN)
-def _trainee(port: Port, node: Any) -> _Trainee:
-    if isinstance(node, cst.Call):
+def _trainee(port: Port, model: Any) -> _Trainee:
+    for node in follow(model, port.origins):
+        if not isinstance(node, cst.Call):
+            continue
         name = port.name(node.func)
         class_name = dotted(node.func)
         # A class may be called by its full name: tf.keras.Sequential()
         if name:
-            return _model_or_other(name.startswith(WORDS_BY_TOPIC["makers of models"]))
+            return _Trainee(name.startswith(WORDS_BY_TOPIC["makers of models"]))
         if class_name in port.classes:
-            return _model_or_other(port.inherits(port.classes[class_name], MODEL_CLASSES))
+            return _Trainee(port.inherits(port.classes[class_name], MODEL_CLASSES))
         bodies = [function.body for function in port.callees(node)]
         if any(method(inner) == "compile" for body in bodies for inner in walk(body)):
             return _Trainee.COMPILED
-    for origin in port.origins(node):
-        trainee = _trainee(port, origin)
-        if trainee is not _Trainee.UNKNOWN:
-            return trainee
     return _Trainee.UNKNOWN
 
 
 def is_model(port: Port, node: Any) -> bool:
     """Return True if a value is known to be a Keras model."""
     return _trainee(port, node) in (_Trainee.MODEL, _Trainee.COMPILED)
-
-
-def _model_or_other(is_model: bool) -> _Trainee:
-    if is_model:
-        return _Trainee.MODEL
-    return _Trainee.OTHER
 
 
 # Custom loops
@@ -286,7 +279,7 @@ def _reduce(port: Port, call: Any) -> None:
     )
 
 
-@bounded(20, None)
+@bounded(None)
 def _gradient(port: Port, node: Any) -> Any:
     """Return the call of ``tape.gradient`` behind gradients, which may have been changed since; None if unknown."""
     if method(node) == "gradient":
@@ -328,7 +321,7 @@ def _broadcast(port: Port, call: Any) -> None:
         names = [variables.value]
     elif variables is not None:
         # The variables may be listed: [w, b], generator.variables + discriminator.variables
-        names = [node for node in walk(variables) if isinstance(node, cst.Name)]
+        names = list(matchers.findall(variables, matchers.Name()))
     start = _first_statement_leading_to(port, names, call)
     if start is None or (is_of_model and not _is_built(port, names[0], start)):
         port.report(NOTE, "no broadcast", call)
@@ -349,13 +342,13 @@ def _applied_variables(port: Port, call: Any) -> Any:
     variables = zips[0].args[1].value
     # The variables may have a name: variables = model.trainable_variables
     if isinstance(variables, cst.Name):
-        return next(iter(port.origins(variables)), variables)
+        return port.meant(variables)
     return variables
 
 
 def _first_statement_leading_to(port: Port, names: list, call: Any) -> Any:
     """Return the statement after the assignments of all names that leads to a call; None if there isn't one."""
-    assignments = [assignment for assignment in map(port.assigned, names) if assignment is not None]
+    assignments = list(filter(None, map(port.assigned, names)))
     # With assignments in several scopes, no line is known that all of them reach.
     if len({assignment.scope for assignment in assignments}) != 1:
         return None

@@ -73,12 +73,8 @@ class RandomNumbers:
             if self._graph_seed is not None:
                 compat.set_seed_of(operation, self._graph_seed)
             return
-        state = operation.inputs[0]
         [mixed] = operation.outputs
-        for user in mixed.consumers():
-            for index, tensor in enumerate(user.inputs):
-                if tensor is mixed:
-                    compat.replace_input(user, index, state)
+        compat.replace_inputs(mixed.consumers(), mixed, operation.inputs[0])
 
     def _mixed(self, draw: Callable[..., tf.Tensor], *args: Any, **kwargs: Any) -> tf.Tensor:
         """Return the state to draw from; the generator itself moves on by the same on all ranks."""
