@@ -94,13 +94,15 @@ def discarded_result(run: ComparedRun) -> Where:
         return None
     # A reduction of all gradients was made, so that only its result can have been dropped.
     trained = run.step.ranks[0].trained
-    return next((str(call) for call in run.reductions() if call.outcome == trained), None)
+    reductions = run.calls(topics.ALL_REDUCE)
+    return next((str(call) for call in reductions if call.outcome == trained), None)
 
 
 def only_loss_reduced(run: ComparedRun) -> Where:
     """Return the reduction of a single number, where nothing else is reduced."""
     # Losses and metrics have one element, unlike gradients.
-    if not run.applied_apart() or any(call.outcome > 1 for call in run.reductions()):
+    reductions = run.calls(topics.ALL_REDUCE)
+    if not run.applied_apart() or any(call.outcome > 1 for call in reductions):
         return None
     return run.line(topics.ALL_REDUCE)
 
@@ -179,11 +181,9 @@ def state_in_the_step(run: ComparedRun) -> Where:
 
     A deviation alone says nothing: a step may add up the ranks' parts at its end.
     """
-    deviating = []
-    for deviation in run.deviations:
-        if deviation.quantity == STATE and deviation.step <= run.first_number:
-            deviating.append(deviation.variable)
-    return first_names(list(dict.fromkeys(deviating)))
+    steps = run.steps[: run.first_number]
+    deviations = [deviation for step in steps for deviation in step.deviations[STATE]]
+    return first_names(list(dict.fromkeys(deviation.variable for deviation in deviations)))
 
 
 def scaled_rate(run: ComparedRun) -> Where:

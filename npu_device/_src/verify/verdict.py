@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from npu_device._src.comparison import compare, topics
-from npu_device._src.comparison.compare import Record, RecordedCall
+from npu_device._src.comparison.compare import Deviation, Record, RecordedCall
 from npu_device._src.verify import causes
-from npu_device._src.verify.compared_run import ComparedRun, ComparedStep
+from npu_device._src.verify.compared_run import ComparedRun
 from npu_device._src.verify.plan import FAILED, PlannedProcess
 from npu_device._src.wording import shortened
 
@@ -136,7 +136,8 @@ def _verdict_on(run: ComparedRun, cause: str, explanation: str, table: list[str]
         code = NOT_COMPARABLE
     if len(_phases(run.single)) > 1:
         explanation = f"in {run.phase}: {explanation}"
-    ratios = {deviation.variable: deviation.ratio for deviation in run.first_deviations()}
+    deviations = run.step.deviations[compare.GRADIENT]
+    ratios = {deviation.variable: deviation.ratio for deviation in deviations}
     return Verdict(code, cause, explanation, table, ranks=run.size, ratios=ratios)
 
 
@@ -283,17 +284,16 @@ def _table(run: ComparedRun) -> list[str]:
         if step.number in different:
             samples = "other"
         line = f"{run.size:>5} {step.number:>5} {sum(step.single.rows.values()):>8} {samples:>8}"
-        line += _cell(run, step, compare.GRADIENT)
-        line += _cell(run, step, compare.UPDATE)
+        line += _cell(step.deviations[compare.GRADIENT])
+        line += _cell(step.deviations[compare.UPDATE])
         if has_phases:
             line += f"  {step.single.phase}"
         lines.append(line)
     return lines
 
 
-def _cell(run: ComparedRun, step: ComparedStep, quantity: str) -> str:
-    """Return the largest deviation of a quantity in a step, as a cell of the table."""
-    deviations = run.deviations_in(step.number, quantity)
+def _cell(deviations: Sequence[Deviation]) -> str:
+    """Return the largest of some deviations, as a cell of the table."""
     if not deviations:
         return f"{'same':>12}"
     error = max(deviation.relative_error for deviation in deviations)
