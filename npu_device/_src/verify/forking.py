@@ -30,9 +30,7 @@ from npu_device._src.replicate.after_import import AfterImport
 from npu_device._src.replicate.main_program import run_main
 from npu_device._src.replicate.wrapped_models import Models
 from npu_device._src.verify import file_shadow
-from npu_device._src.verify.plan import DONE, LOG, PROBLEM, START, PlannedProcess
-
-SEED = 20201
+from npu_device._src.verify.plan import DONE, LOG, PROBLEM, SEED, START, PlannedProcess
 
 _TAIL_LINES = 25
 _MISSING = re.compile("No such file or directory|No files matched pattern")
@@ -46,7 +44,7 @@ class ForkingProcess(ABC):
         current: what this process is now.
     """
 
-    def __init__(self, start: PlannedProcess, script: str) -> None:
+    def __init__(self, start: PlannedProcess) -> None:
         self._recorder: Any = None
         self._models = Models(None)
         self._redirection = file_shadow.Redirection(start.directory)

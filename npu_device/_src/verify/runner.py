@@ -15,7 +15,6 @@ from typing import Any
 from npu_device._src.cluster.time_limits import OTHERS_FAIL_SECONDS, RECORDS_SECONDS
 from npu_device._src.comparison import compare
 from npu_device._src.verify.forking import (
-    SEED,
     ForkingProcess,
     are_done,
     next_end,
@@ -33,11 +32,11 @@ _MOST_TIMES_SLOWER = 10  # ranks than the single process, before they are ended
 class _VerifiedProcess(ForkingProcess):
     """A process of ``npurun verify``."""
 
-    def __init__(self, start: PlannedProcess, sizes: Sequence[int], script: str) -> None:
+    def __init__(self, start: PlannedProcess, sizes: Sequence[int]) -> None:
         self._runs = start.runs(sizes)
         self._requested_ranks = sizes[0]
         self._single_seconds = 0.0
-        super().__init__(start, script)
+        super().__init__(start)
 
     def runs(self) -> Iterator[Sequence[PlannedProcess]]:
         return iter(self._runs)
@@ -98,7 +97,7 @@ class _VerifiedProcess(ForkingProcess):
     def recorder(self) -> Any:
         from npu_device._src.verify.step_recorder import StepRecorder
 
-        return StepRecorder(self.current, SEED)
+        return StepRecorder(self.current)
 
 
 def _keep_failure(process: PlannedProcess, how: str) -> None:
@@ -109,9 +108,7 @@ def main(arguments: Sequence[str]) -> None:
     """Run a script as all processes, and record their steps."""
     settings = json.loads(arguments[0])
     sizes = settings.pop("sizes")
-    start = PlannedProcess(**settings)
-    words = arguments[1:]
-    run_script(_VerifiedProcess(start, sizes, words[0]), words)
+    run_script(_VerifiedProcess(PlannedProcess(**settings), sizes), arguments[1:])
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from npu_device._src.collectives.call import user_line
 from npu_device._src.comparison import noise, topics
 from npu_device._src.comparison.compare import Record, RecordedCall, load
 from npu_device._src.training.distribute.synchronized_layers import normalizes_alone
-from npu_device._src.verify.plan import PlannedProcess
+from npu_device._src.verify.plan import SEED, PlannedProcess
 from npu_device._src.verify.wrapping import after, wrap
 
 _DRAWING_CALLS = ("normal", "uniform", "truncated_normal", "categorical", "shuffle")
@@ -32,19 +32,16 @@ _ADAPTED = ("mean", "variance", "bin_boundaries")
 class ScriptCalls:
     """The calls of the script in this process, and its hooks. TensorFlow's are installed at once, and it is seeded."""
 
-    def __init__(
-        self, process: PlannedProcess, seed: int, record: Record, lock: threading.RLock
-    ) -> None:
+    def __init__(self, process: PlannedProcess, record: Record, lock: threading.RLock) -> None:
         self._process = process
-        self._seed = seed
         self._record = record
         self._lock = lock
         self._before_step: list[RecordedCall] = []  # calls since the last step, made or traced
         # The lines that shuffle without a seed, by the dataset.
         self._unseeded = weakref.WeakKeyDictionary[Any, str]()
-        tf.random.set_seed(seed)
-        tf.compat.v1.get_default_graph().seed = seed
-        wrap(tf.Graph, "__init__", after(self._seed_graph))
+        tf.random.set_seed(SEED)
+        tf.compat.v1.get_default_graph().seed = SEED
+        wrap(tf.Graph, "__init__", after(_seed_graph))
         wrap(tf.data.Dataset, "shuffle", self._shuffle)
         for name in _DRAWING_CALLS:
             wrap(tf.random, name, functools.partial(self._drawn, name))
@@ -131,10 +128,6 @@ class ScriptCalls:
 
     # Data and randomness
 
-    def _seed_graph(self, graph: Any) -> None:
-        if type(graph) is tf.Graph:
-            graph.seed = self._seed
-
     def _shuffle(self, original: Any, dataset: Any, *args: Any, **kwargs: Any) -> Any:
         """Keep the order of a dataset, unless each rank has a seed of its own."""
         arguments = inspect.signature(original).bind(dataset, *args, **kwargs).arguments
@@ -171,3 +164,8 @@ class ScriptCalls:
         count = sum(tensor is not None for tensor in tf.nest.flatten(values))
         self.note(topics.ALL_REDUCE, outcome=count)
         return original(values, *args, **kwargs)
+
+
+def _seed_graph(graph: Any) -> None:
+    if type(graph) is tf.Graph:
+        graph.seed = SEED

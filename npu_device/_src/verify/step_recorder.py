@@ -33,7 +33,7 @@ from npu_device._src.verify.phases import Phases, acting_between_epochs
 from npu_device._src.verify.plan import PlannedProcess
 from npu_device._src.verify.projections import digests_of, projected
 from npu_device._src.verify.script_calls import ScriptCalls
-from npu_device._src.verify.wrapping import ModelCalls, fixing, wrap
+from npu_device._src.verify.wrapping import fixing, of_samples, wrap
 from npu_device._src.world.current_step import current_step
 
 _SCOPE = "npu_verify"  # name scope of the operations that record
@@ -48,19 +48,18 @@ class StepRecorder:
     makes a step, that is ``_next_step``. Then come its logs.
     """
 
-    def __init__(self, process: PlannedProcess, seed: int) -> None:
+    def __init__(self, process: PlannedProcess) -> None:
         self._process = process
         self._record = Record()
         self._next_step = RecordedStep()
         self._lock = threading.RLock()
         self._phases = Phases(process, self._record, self._lock)
-        self._calls = ScriptCalls(process, seed, self._record, self._lock)
+        self._calls = ScriptCalls(process, self._record, self._lock)
         self._optimizer_names = weakref.WeakKeyDictionary[Any, str]()
         self._models: list = []
         self._states: dict[str, list] = {}  # untrained variables, by the optimizer's name
-        self._model_calls = ModelCalls()
         self._optimizer_count = 0
-        self._is_recorded = False  # True if the latest step is recorded
+        self._logs: dict[str, float] = {}  # of the latest step, recorded or not
         atexit.register(self._record.save, process.folder)
         compared_with_one_process.set()
         wrap(tf.GradientTape, "gradient", self._gradient)
@@ -85,7 +84,7 @@ class StepRecorder:
             # The loss scale begins at 1, since a large one overflows in other steps on each rank.
             wrap(owner, name, fixing(initial_scale=1.0))
         model = keras.Model
-        wrap(model, "__call__", self._call_model)
+        wrap(model, "__call__", of_samples(self._call_model))
         wrap(model, "fit", functools.partial(self._fit, keras))
         for name in ("evaluate", "predict"):
             wrap(model, name, functools.partial(self._evaluate, name))
@@ -177,17 +176,18 @@ class StepRecorder:
         self, optimizer: str, names: Sequence[str], trained: int, *arrays: np.ndarray
     ) -> None:
         """Keep a step of an optimizer, before it: gradients, and values of the variables, the trained ones first."""
+        step = self._next_step
+        self._next_step = RecordedStep()
+        self._logs = step.logs
         phase = self._phases.step(optimizer)
         if phase is not None:
             self._record.joined = job.current() is not None
             gradients = projected(arrays[:trained])
             weights = projected(arrays[trained:])
-            step = replace(self._next_step, names=names, gradients=gradients, weights=weights)
-            self._record.steps.append(replace(step, **phase))
+            step = replace(step, names=names, gradients=gradients, weights=weights, **phase)
+            self._record.steps.append(step)
             # Saved at each step, since the process may be killed after any.
             self._record.save(self._process.folder)
-        self._is_recorded = phase is not None
-        self._next_step = RecordedStep()
 
     def _gradient(self, original: Any, tape: Any, *args: Any, **kwargs: Any) -> Any:
         gradients = original(tape, *args, **kwargs)
@@ -210,8 +210,6 @@ class StepRecorder:
     # Models
 
     def _call_model(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        if not self._model_calls.hold_samples():
-            return original(model, *args, **kwargs)
         step = current_step()
         if not any(known_model is model for known_model in self._models):
             self._models.append(model)
@@ -233,8 +231,7 @@ class StepRecorder:
         change = functools.partial(noise.changed, by=change_by, seed=self._process.rank)
         if change_by and args:
             args = _with_first(args, change)
-        with self._model_calls.begin():
-            outputs = original(model, *args, **kwargs)
+        outputs = original(model, *args, **kwargs)
         if change_by:
             # Inputs may be whole numbers, which don't change.
             outputs = tf.nest.map_structure(change, outputs)
@@ -277,8 +274,7 @@ class StepRecorder:
     def _keep_logs(self, logs: dict[str, float]) -> None:
         """Keep numbers that the script sees of the latest step."""
         with self._lock:
-            if self._is_recorded:
-                self._record.steps[-1].logs.update(logs)
+            self._logs.update(logs)
 
     def _fit(self, keras: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
         arguments = inspect.signature(original).bind(*args, **kwargs).arguments
@@ -301,10 +297,10 @@ class StepRecorder:
         return original(*args, **kwargs)
 
     def _run(self, original: Any, session: Any, fetches: Any, *args: Any, **kwargs: Any) -> Any:
-        steps = len(self._record.steps)
+        logs = self._logs
         fetched = original(session, fetches, *args, **kwargs)
         # A run that made no step has no logs of one.
-        if len(self._record.steps) > steps:
+        if self._logs is not logs:
             arrays = fetched
             # The keys of the dictionary may be hooks.
             if isinstance(fetched, dict):
