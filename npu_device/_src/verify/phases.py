@@ -19,7 +19,7 @@ import weakref
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Optional
+from typing import Any, Callable
 
 import tensorflow as tf
 
@@ -66,8 +66,6 @@ class Phases:
         self._fits: list[_Fit] = []
         # Epochs that have ended, by the line that calls ``fit``, which may do so in a loop.
         self._epochs = Counter[Stack]()
-        # Steps of each optimizer that the single process has recorded.
-        self._single_steps: Optional[Counter[str]] = None
         self._is_closed = False
         self._begin = time.monotonic()
         # The times at which the first and the latest step were recorded.
@@ -124,7 +122,7 @@ class Phases:
         # The innermost line and the outermost one tell phases apart for a reader.
         ends = dict.fromkeys([*stack[:1], *stack[-1:]])
         lines = " from ".join(ends)
-        label = f"{self._classes.get(optimizer, optimizer)}, {lines}"
+        label = f"{self._classes[optimizer]}, {lines}"
         return {"optimizer": optimizer, "optimizer_step": self._totals[optimizer], "phase": label}
 
     def end_fit(self) -> Any:
@@ -150,33 +148,27 @@ class Phases:
 
     def _watch(self) -> None:
         """Wait until everything is recorded, and tell the process that waits for this one."""
-        ask = self._is_as_far_as_single
         if self._process.is_single:
-            ask = self._end_by_time
-        is_enough = False
-        while not is_enough:
-            time.sleep(SWEEP_SECONDS)
-            with self._lock:
-                is_enough = ask()
+            self._wait_until(self._end_by_time)
+            self._record.ended_at = next(iter(_user_stack()), "an unknown line")
+            self._record.unreached = _calls_to_reach(self._record.trained_at)
+        else:
+            single = self._process.single.folder
+            # The number of steps is known only once the single process is done.
+            self._wait_until((single / DONE).exists)
+            steps = _steps_of_optimizers(load(single))
+            self._wait_until(lambda: not steps - _steps_of_optimizers(self._record))
         with self._lock:
-            self._is_closed = True
-            if self._process.is_single:
-                self._record.ended_at = next(iter(_user_stack()), "an unknown line")
-                self._record.unreached = _calls_to_reach(self._record.trained_at)
             self._record.save(self._process.folder)
         sys.stdout.flush()
         (self._process.folder / DONE).touch()
 
-    def _is_as_far_as_single(self) -> bool:
-        """Return True if each optimizer has made the steps that the single process has recorded."""
-        single = self._process.single
-        # The number of steps is known only once the single process is done.
-        if self._single_steps is None and (single.folder / DONE).exists():
-            self._single_steps = Counter(step.optimizer for step in load(single.folder).steps)
-        recorded = Counter(step.optimizer for step in self._record.steps)
-        if self._single_steps is None:
-            return False
-        return all(recorded[name] >= count for name, count in self._single_steps.items())
+    def _wait_until(self, ask: Callable[[], bool]) -> None:
+        while True:
+            time.sleep(SWEEP_SECONDS)
+            with self._lock:
+                if ask():
+                    return
 
     def _end_by_time(self) -> bool:
         """Close the phases if their time is over; return True if those that have begun have their steps."""
@@ -188,6 +180,10 @@ class Phases:
         patience = max(self._process.seconds, self._latest_time - self._begin)
         is_idle = time_now - self._latest_time > patience
         return is_idle or min(self._steps.values()) >= self._process.steps
+
+
+def _steps_of_optimizers(record: Record) -> Counter[str]:
+    return Counter(step.optimizer for step in record.steps)
 
 
 def acting_between_epochs(package: Any, callbacks: Any) -> list[str]:
