@@ -430,8 +430,8 @@ def test_points_become_a_record(tmp_path: Path) -> None:
         102_000_500,
         102_750_500,
     )
-    assert first.ready == (101_000_500, 102_000_500)
-    assert first.allreduce == ((101_000_500, 101_500_500), (102_000_500, 102_500_500))
+    assert first.ready == [101_000_500, 102_000_500]
+    assert first.allreduce == [[101_000_500, 101_500_500], [102_000_500, 102_500_500]]
     assert (first.previous_end, first.input_wait) == (None, 0.0)
     assert (second.previous_end, second.input_wait, second.step) == (
         first.iteration_end,
@@ -500,4 +500,4 @@ def test_another_cut_begins_another_part(tmp_path: Path) -> None:
     other = (_schema((40, 4), ((0, 1),)), _marked([103.0, 104.0, 105.0, 105.5, 105.75]))
     found = record(tmp_path, (TWO, _points(100.0)), other, other)
     assert found.segments == ((0, 1),)
-    assert found.iterations[0].allreduce == ((105_000_500, 105_500_500),)
+    assert found.iterations[0].allreduce == [[105_000_500, 105_500_500]]

@@ -122,11 +122,6 @@ def updates_differ(run: ComparedRun) -> Where:
     return any(step.ranks_differ("weights") for step in steps) and run.phase
 
 
-def not_repeatable(run: ComparedRun) -> Where:
-    """Return what one process does differently when it runs twice."""
-    return run.not_repeated()
-
-
 def same_samples(run: ComparedRun) -> Where:
     """Recognize ranks that all read the same samples, unlike one process."""
     return bool(run.different_samples()) and run.read_same_samples()
@@ -250,7 +245,7 @@ CAUSES: tuple[tuple[str, Cause], ...] = (
     ("only the loss is reduced", only_loss_reduced),
     ("not reduced", not_reduced),
     ("updates differ per rank", updates_differ),
-    (NOT_REPEATABLE, not_repeatable),
+    (NOT_REPEATABLE, ComparedRun.not_repeated),
     ("same samples", same_samples),
     (RANDOM, random_with_samples),
     ("different samples", different_samples),

@@ -253,13 +253,11 @@ class StepRecorder:
         self._next_step.rows.update(digests_of(count, *arrays))
 
     def _batch_ended(self, original: Any, callbacks: Any, batch: Any, logs: Any = None) -> Any:
-        numbers = {}
-        for name, number in (logs or {}).items():
-            if np.ndim(number) == 0:
-                numbers[name] = float(number)
+        logs = logs or {}
+        numbers = {name: float(logs[name]) for name in logs if np.ndim(logs[name]) == 0}
         self._keep_logs(numbers)
         # Metrics with a number per class stay as they are.
-        returned = original(callbacks, batch, {**(logs or {}), **numbers})
+        returned = original(callbacks, batch, {**logs, **numbers})
         model = self._phases.end_fit()
         if model is not None:
             names = {metric.name for metric in training_state.metrics(model)}
@@ -318,14 +316,14 @@ def _states(models: Sequence, trained: Sequence) -> list:
     trained_ids = {id(variable) for variable in trained}
     variables = []
     for model in models:
-        weights = [weight for weight in model.weights if not compat.is_vocabulary(weight)]
+        weights = training_state.weights(model)
         variables += [weight for weight in weights if not weight.trainable]
         variables += training_state.loose_variables(model)
-    states = []
-    for variable in variables:
-        if id(variable) not in trained_ids and tf.as_dtype(variable.dtype).is_floating:
-            states.append(variable)
-    return states
+    return [
+        variable
+        for variable in variables
+        if id(variable) not in trained_ids and tf.as_dtype(variable.dtype).is_floating
+    ]
 
 
 def _tensors(inputs: Any) -> Iterator:
