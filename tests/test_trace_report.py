@@ -59,7 +59,7 @@ def trace(
         reductions, over = [], 0.0
         for first, last in segments:
             over = max(over, ready[last]) + takes * (last - first + 1) * MS
-            reductions.append((ready[last], over))
+            reductions.append([ready[last], over])
         done = over + 10 * MS
         before = previous if number > 1 else None
         iterations.append(

@@ -46,7 +46,7 @@ class Iteration:
     fp_start: float  # the first operation of the step begins
     bp_end: float  # backward has produced its last gradient
     iteration_end: float
-    allreduce: Sequence[Sequence[float]]  # start and end of the reduction of each segment
+    allreduce: Sequence[list[float]]  # start and end of the reduction of each segment
     # When each gradient was there, in the order of ``RankTrace.gradients``.
     ready: Sequence[float]
     # ``iteration_end`` of the iteration before, recorded or not; None for the first.
@@ -239,9 +239,7 @@ class PointSchema:
             update_end=own_end,
         )
 
-    def _intervals(
-        self, ready: Sequence[float], ends: Sequence[float]
-    ) -> list[tuple[float, float]]:
+    def _intervals(self, ready: Sequence[float], ends: Sequence[float]) -> list[list[float]]:
         """Return start and end of the reduction of each segment; it starts when its last gradient is there."""
         intervals = []
         for (low, high), end in zip(self.trace.segments, ends):
@@ -249,7 +247,7 @@ class PointSchema:
             if not self.waits_for_all:
                 awaited = ready[low : high + 1]
             start = max(awaited)
-            intervals.append((start, max(start, end)))
+            intervals.append([start, max(start, end)])
         return intervals
 
 

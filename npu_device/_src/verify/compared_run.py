@@ -111,7 +111,7 @@ class ComparedRun:
         self.size = len(ranks)
         self.steps: list[ComparedStep] = []
         steps_of_all = zip(*(record.steps for record in records))
-        of_ranks = zip(*(compare.compare(*records[:2], record) for record in self.ranks))
+        of_ranks = zip(*(compare.compare(self.single, records[1], record) for record in self.ranks))
         for steps, deviations in zip(steps_of_all, of_ranks):
             states = [deviation for of_rank in deviations for deviation in of_rank[STATE]]
             by_quantity = {**deviations[0], STATE: states}
