@@ -239,7 +239,6 @@ class Redirection:
             "match": self._to_match,
             "change": self._to_change,
         }
-        change_for_access = changes.get(access, self._to_write)
         if access == "write second":
             position += 1
             keyword = "dst"
@@ -251,14 +250,20 @@ class Redirection:
             if position < len(args):
                 key = position
             if key in arguments:
-                path = _full_path(arguments[key], arguments.pop("dir_fd", None))
-                change = change_for_access
+                path = arguments[key]
+                directory = arguments.pop("dir_fd", None)
+                # A path may be relative to an open directory.
+                if directory is not None:
+                    folder = os.readlink(f"/proc/self/fd/{directory}")
+                    path = os.path.join(folder, os.fsdecode(path))
+                change = changes.get(access, self._to_write)
                 mode = arguments.get("mode", arguments.get("flags"))
                 if access == "open" and _writes(arguments.get(position + 1, mode)):
                     change = self._to_change
                 arguments[key] = change(path)
+                is_written = os.path.lexists(arguments[key])
                 # The user's file is left, as if it were removed.
-                if name in _REMOVERS and _is_only_at(path, arguments[key]):
+                if name in _REMOVERS and not is_written and os.path.lexists(path):
                     return None
             by_position = [arguments.pop(position) for position in range(len(args))]
             returned = original(*by_position, **arguments)
@@ -299,18 +304,6 @@ def _is_called_by_tempfile() -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _is_only_at(path: Any, redirected: Any) -> bool:
-    """Return True if there is a file at a path, and none where it is redirected to."""
-    return not os.path.lexists(redirected) and os.path.lexists(path)
-
-
-def _full_path(path: Any, directory: int | None) -> Any:
-    """Return a path that is relative to an open directory, if there is one, as one that isn't."""
-    if directory is None:
-        return path
-    return os.path.join(os.readlink(f"/proc/self/fd/{directory}"), os.fsdecode(path))
 
 
 def _path_parameter(function: Any) -> tuple[int, str]:

@@ -66,7 +66,9 @@ class ScriptCalls:
         for layer in noise.noisy_layers(keras):
             layer.call = noise.quiet(layer.call, self._note_quiet)
         batch_norm = keras.layers.BatchNormalization
-        batch_norm.call = noise.quiet(batch_norm.call, self._note_batch_norm)
+        batch_norm.call = noise.quiet(
+            batch_norm.call, lambda layer: self.note(topics.BATCH_NORM, detail=layer.name)
+        )
         wrap(batch_norm, "call", self._normalize)
 
     def note(self, topic: str, line: str = "", detail: str = "", outcome: Any = None) -> None:
@@ -98,9 +100,6 @@ class ScriptCalls:
         """Note a layer that would draw random numbers."""
         if compat.draws_numbers(layer):
             self.note(topics.QUIET, detail=layer.name)
-
-    def _note_batch_norm(self, layer: Any) -> None:
-        self.note(topics.BATCH_NORM, detail=layer.name)
 
     def _normalize(self, original: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
         """Note a layer that trains by the samples of one rank, despite ``synchronized=True``."""

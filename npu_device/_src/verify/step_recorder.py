@@ -58,7 +58,6 @@ class StepRecorder:
         self._optimizer_names = weakref.WeakKeyDictionary[Any, str]()
         self._models: list = []
         self._states: dict[str, list] = {}  # untrained variables, by the optimizer's name
-        self._optimizer_count = 0
         self._logs: dict[str, float] = {}  # of the latest step, recorded or not
         atexit.register(self._record.save, process.folder)
         compared_with_one_process.set()
@@ -163,10 +162,8 @@ class StepRecorder:
         # Optimizers are known by object, since their names repeat. They are numbered by their first step, whose order
         # is the same in all processes.
         with self._lock:
-            if optimizer not in self._optimizer_names:
-                self._optimizer_names[optimizer] = f"optimizer {self._optimizer_count}"
-                self._optimizer_count += 1
-            name = self._optimizer_names[optimizer]
+            count = len(self._record.calls_before)
+            name = self._optimizer_names.setdefault(optimizer, f"optimizer {count}")
             calls = self._record.calls_before.setdefault(name, [])
             calls += [call for call in self._calls.pop() if call not in calls]
             self._phases.entered(name, type(optimizer).__name__)
