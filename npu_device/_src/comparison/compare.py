@@ -131,14 +131,12 @@ class Record:
         write_whole(folder / _FILE, pickle.dumps(self))
 
 
-def exists(folder: Path) -> bool:
-    """Return True if a process has left its record."""
-    return (folder / _FILE).exists()
-
-
 def load(folder: Path) -> Record:
-    """Return the record of a process."""
-    return pickle.loads((folder / _FILE).read_bytes())
+    """Return the record of a process; one without steps if it has left none."""
+    path = folder / _FILE
+    if not path.exists():
+        return Record()
+    return pickle.loads(path.read_bytes())
 
 
 def aligned(records: Sequence[Record]) -> list[Record]:
@@ -337,18 +335,12 @@ def deviation(
         return []
     # The multiple of the single process's tensor that is nearest to the rank's.
     ratio = float(np.dot(rank, single) / max(np.dot(single, single), 1e-60))
+    remainder = float(np.linalg.norm(rank - ratio * single)) / max(abs(ratio) * size, 1e-30)
     multiple = None
-    if _is_multiple(rank, single, ratio, size, allowed / size):
+    # The tensor is that of one process, scaled: by the number of ranks, perhaps.
+    if remainder <= max(_PURE, allowed / size) and abs(ratio - 1) > _PURE:
         multiple = ratio
     return [Deviation(name, multiple, distance / size, allowed / size)]
-
-
-def _is_multiple(
-    rank: np.ndarray, single: np.ndarray, ratio: float, norm: float, allowed: float
-) -> bool:
-    """Return True if a tensor is that of one process, scaled: by the number of ranks, perhaps."""
-    remainder = float(np.linalg.norm(rank - ratio * single)) / max(abs(ratio) * norm, 1e-30)
-    return remainder <= max(_PURE, allowed) and abs(ratio - 1) > _PURE
 
 
 def equal(projections: np.ndarray, expected: np.ndarray) -> bool:

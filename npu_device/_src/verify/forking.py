@@ -108,7 +108,11 @@ class ForkingProcess(ABC):
                     return
                 running[pid] = process
             self.wait(running)
-            _end_all(list(running))
+            # What they leave is on disk, and a loop of the script may go on for hours.
+            for pid in running:
+                # Killed, not asked, since the script's handlers must not write more.
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
         # The script goes on in the other processes, and has only begun here.
         os._exit(0)
 
@@ -150,14 +154,6 @@ def next_end(running: dict[int, PlannedProcess]) -> tuple[PlannedProcess, int] |
     if pid not in running:
         return None
     return running.pop(pid), os.waitstatus_to_exitcode(status)
-
-
-def _end_all(pids: Sequence[int]) -> None:
-    """Kill processes of this one. What they leave is on disk, and a loop of the script may go on for hours."""
-    for pid in pids:
-        # Killed, not asked, since the script's handlers must not write more.
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
 
 
 def run_script(forking: ForkingProcess, words: Sequence[str]) -> None:

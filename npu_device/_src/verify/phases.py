@@ -26,7 +26,7 @@ import tensorflow as tf
 from npu_device._src import compat
 from npu_device._src.cluster.time_limits import SWEEP_SECONDS
 from npu_device._src.cluster.tracebacks import is_user_file
-from npu_device._src.comparison.compare import Record, load
+from npu_device._src.comparison.compare import Record, RecordedStep, load
 from npu_device._src.replicate import main_program
 from npu_device._src.threads import start_thread
 from npu_device._src.verify.plan import DONE, PlannedProcess
@@ -102,8 +102,8 @@ class Phases:
         model = self._fits[-1].model
         self._optimizers.setdefault(model, set()).add(optimizer)
 
-    def step(self, optimizer: str) -> dict[str, Any] | None:
-        """Count a step. Return what a ``RecordedStep`` tells of its phase; None if it isn't recorded."""
+    def count(self, step: RecordedStep, optimizer: str) -> bool:
+        """Count a step of an optimizer, and let it tell its phase; return True if it is to be recorded."""
         self._totals[optimizer] += 1
         stack = _user_stack()
         # Within ``fit``, the place is the call of the script, not Keras's step.
@@ -113,17 +113,19 @@ class Phases:
         phase = (optimizer, stack)
         # Phases that have begun go on, as the others need as many steps.
         if self._is_closed and phase not in self._steps:
-            return None
+            return False
         self._steps[phase] += 1
         if self._steps[phase] > self._process.steps:
-            return None
+            return False
         self._latest_time = time.monotonic()
         self._first_time = self._first_time or self._latest_time
         # The innermost line and the outermost one tell phases apart for a reader.
         ends = dict.fromkeys([*stack[:1], *stack[-1:]])
         lines = " from ".join(ends)
-        label = f"{self._classes[optimizer]}, {lines}"
-        return {"optimizer": optimizer, "optimizer_step": self._totals[optimizer], "phase": label}
+        step.optimizer = optimizer
+        step.optimizer_step = self._totals[optimizer]
+        step.phase = f"{self._classes[optimizer]}, {lines}"
+        return True
 
     def end_fit(self) -> Any:
         """End a ``fit`` whose optimizers have made their steps. Return its model; None without one."""
@@ -141,7 +143,7 @@ class Phases:
                 fit.on_cut()
         return fit.model
 
-    def end_epoch(self) -> None:
+    def end_epoch(self, callbacks: Any) -> None:
         """Count an epoch of ``fit`` that ends."""
         if self._fits:
             self._epochs[self._fits[-1].stack] += 1

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from npu_device._src.cluster.time_limits import OTHERS_FAIL_SECONDS, RECORDS_SECONDS
-from npu_device._src.comparison import compare
+from npu_device._src.comparison.compare import load
 from npu_device._src.verify.forking import (
     ForkingProcess,
     are_done,
@@ -62,7 +62,7 @@ class _VerifiedProcess(ForkingProcess):
             is_extra = process.ranks > self._requested_ranks
             if code and is_extra and INDIVISIBLE in output_of(process):
                 break
-            if not (compare.exists(process.folder) and compare.load(process.folder).steps):
+            if not load(process.folder).steps:
                 if not is_extra:
                     report_problem(process, how)
                 # What ranks say for which nobody has asked must not hide what the others show.
@@ -80,7 +80,7 @@ class _VerifiedProcess(ForkingProcess):
     def _give_up(self, running: dict[int, PlannedProcess], seconds: float) -> bool:
         """Keep what processes lack that have run too long; return False if they are to be waited for nevertheless."""
         late = [process for process in running.values() if not (process.folder / DONE).exists()]
-        without_steps = [process for process in late if not compare.exists(process.folder)]
+        without_steps = [process for process in late if not load(process.folder).steps]
         ranks = max(process.ranks for process in running.values())
         if without_steps:
             # Ranks for which the user has asked are waited for until ``npurun verify`` ends everything.

@@ -11,7 +11,7 @@ import inspect
 import threading
 import weakref
 import zlib
-from typing import Any, Callable
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -45,11 +45,14 @@ class ScriptCalls:
         wrap(tf.data.Dataset, "shuffle", self._shuffle)
         for name in _DRAWING_CALLS:
             wrap(tf.random, name, functools.partial(self._drawn, name))
-        wrap(tf.random, "set_seed", self._noting(topics.SEED))
-        wrap(tf.compat.v1, "set_random_seed", self._noting(topics.SEED))
-        wrap(tf.nn, "compute_average_loss", self._noting(topics.AVERAGE_LOSS))
-        wrap(tf, "clip_by_global_norm", self._noting(topics.CLIP))
-        wrap(tf, "clip_by_norm", self._noting(topics.CLIP))
+        for owner, name, topic in (
+            (tf.random, "set_seed", topics.SEED),
+            (tf.compat.v1, "set_random_seed", topics.SEED),
+            (tf.nn, "compute_average_loss", topics.AVERAGE_LOSS),
+            (tf, "clip_by_global_norm", topics.CLIP),
+            (tf, "clip_by_norm", topics.CLIP),
+        ):
+            wrap(owner, name, functools.partial(self._noted, topic))
 
     def wrap_distribute(self, module: Any) -> None:
         """Wrap the calls of this package."""
@@ -59,7 +62,7 @@ class ScriptCalls:
     def wrap_keras(self, keras: Any) -> None:
         """Wrap the layers of a Keras package."""
         wrap(keras.layers.Layer, "add_loss", self._add_loss)
-        wrap(keras.utils, "set_random_seed", self._noting(topics.SEED))
+        wrap(keras.utils, "set_random_seed", functools.partial(self._noted, topics.SEED))
         for _, layer in inspect.getmembers(keras.layers, inspect.isclass):
             if "adapt" in vars(layer):
                 wrap(layer, "adapt", after(self._note_adapted))
@@ -85,10 +88,6 @@ class ScriptCalls:
             calls = self._before_step
             self._before_step = []
             return calls
-
-    def _noting(self, topic: str) -> Callable:
-        """Return a hook that notes a call on a topic."""
-        return functools.partial(self._noted, topic)
 
     def _noted(self, topic: str, original: Any, *args: Any, **kwargs: Any) -> Any:
         self.note(topic)

@@ -15,7 +15,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any, Callable
 
 import numpy as np
@@ -33,7 +32,7 @@ from npu_device._src.verify.phases import Phases, acting_between_epochs
 from npu_device._src.verify.plan import PlannedProcess
 from npu_device._src.verify.projections import digests_of, projected
 from npu_device._src.verify.script_calls import ScriptCalls
-from npu_device._src.verify.wrapping import fixing, of_samples, wrap
+from npu_device._src.verify.wrapping import after, fixing, of_samples, wrap
 from npu_device._src.world.current_step import current_step
 
 _SCOPE = "npu_verify"  # name scope of the operations that record
@@ -93,7 +92,7 @@ class StepRecorder:
         wrap(compiled, "compile", fixing(jit_compile=False))
         callbacks = keras.callbacks.CallbackList
         wrap(callbacks, "on_train_batch_end", self._batch_ended)
-        wrap(callbacks, "on_epoch_end", self._epoch_ended)
+        wrap(callbacks, "on_epoch_end", after(self._phases.end_epoch))
 
     def _keep_before(self, tensors: Sequence, keep: Callable[..., None]) -> Any:
         """Call a function with the arrays of tensors, now or when the graph runs; None stands for no gradient.
@@ -176,12 +175,11 @@ class StepRecorder:
         step = self._next_step
         self._next_step = RecordedStep()
         self._logs = step.logs
-        phase = self._phases.step(optimizer)
-        if phase is not None:
+        if self._phases.count(step, optimizer):
             self._record.joined = job.current() is not None
-            gradients = projected(arrays[:trained])
-            weights = projected(arrays[trained:])
-            step = replace(step, names=names, gradients=gradients, weights=weights, **phase)
+            step.names = names
+            step.gradients = projected(arrays[:trained])
+            step.weights = projected(arrays[trained:])
             self._record.steps.append(step)
             # Saved at each step, since the process may be killed after any.
             self._record.save(self._process.folder)
@@ -261,10 +259,6 @@ class StepRecorder:
             # Keras adds a metric for the loss, which isn't the loss that a step of the script's own returns.
             self._record.metrics |= names - {"loss"}
         return returned
-
-    def _epoch_ended(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        self._phases.end_epoch()
-        return original(*args, **kwargs)
 
     def _keep_logs(self, logs: dict[str, float]) -> None:
         """Keep numbers that the script sees of the latest step."""

@@ -77,10 +77,9 @@ def judge(runs: Sequence[Sequence[PlannedProcess]]) -> Verdict:
     for processes in runs[1:]:
         size = len(processes)
         failure = _failure(processes)
-        folders = [process.folder for process in processes]
-        records = [compare.load(folder) for folder in folders if compare.exists(folder)]
+        records = [compare.load(process.folder) for process in processes]
         # If the ranks for which the user has asked make no steps, npurun verify has ended already.
-        if sum(bool(record.steps) for record in records) < size:
+        if not all(record.steps for record in records):
             if failure:
                 missed.append(f"{size} ranks: {failure}")
             else:
@@ -141,9 +140,9 @@ def _verdict_on(run: ComparedRun, cause: str, explanation: str, table: list[str]
     return Verdict(code, cause, explanation, table, ranks=run.size, ratios=ratios)
 
 
-def _phases(record: Record) -> dict[str, int]:
+def _phases(record: Record) -> Counter[str]:
     """Return the number of recorded steps of each phase."""
-    return dict(Counter(step.phase for step in record.steps))
+    return Counter(step.phase for step in record.steps)
 
 
 def _sameness(record: Record) -> str:
@@ -215,7 +214,7 @@ def _missed_by_ranks(single: Record, records: Sequence[Record]) -> dict[str, boo
     reached = [_phases(compare.aligned([single, record])[0]) for record in records]
     missed = {}
     for phase, count in _phases(single).items():
-        steps = [of_rank.get(phase, 0) for of_rank in reached]
+        steps = [of_rank[phase] for of_rank in reached]
         if min(steps) < count:
             text = f"{phase}: {len(records)} ranks made {min(steps)} of its {count} steps."
             # A phase that some ranks make and others don't even begin.
