@@ -215,8 +215,8 @@ def judged(
     """
     path = directory / "script.py"
     path.write_text(source)
-    start = PlannedProcess(str(directory / "runs"), steps, **options)
-    settings = json.dumps({**asdict(start), "sizes": sizes})
+    start = PlannedProcess(str(directory / "runs"), steps, sizes=sizes, **options)
+    settings = json.dumps(asdict(start))
     runner = "from npu_device._src.verify import runner\n"
     if rank_seconds:
         runner += f"runner._MOST_TIMES_SLOWER, runner.RECORDS_SECONDS = 0, {rank_seconds}\n"
@@ -233,7 +233,7 @@ def judged(
     )
     problem = directory / "runs" / PROBLEM
     assert begun.code == 0, problem.read_text() if problem.exists() else begun.output
-    return judge(start.runs(sizes))
+    return judge(start.runs())
 
 
 @pytest.mark.parametrize("kind", some(list(WRONG)))
@@ -490,7 +490,7 @@ def test_variables_without_gradients_are_not_compared(tmp_path: Path) -> None:
     record = record_of([0.0, 0.0], [1, 2])
     record.steps[0].gradients[:2] = np.nan
     record.steps[1].gradients[1] = np.nan
-    runs = PlannedProcess(str(tmp_path), 1).runs([2])
+    runs = PlannedProcess(str(tmp_path), 1, sizes=[2]).runs()
     for process in (process for run in runs for process in run):
         process.folder.mkdir(parents=True)
         record.save(process.folder)

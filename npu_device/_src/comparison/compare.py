@@ -174,8 +174,7 @@ def average_of(ranks: Sequence[Record]) -> Record:
         if len(gradients) == len(steps_of_ranks) and len(shapes) == 1:
             average = np.mean(gradients, axis=0)
         steps.append(replace(step, gradients=average, rows=union(steps_of_ranks)))
-    last_bit = ranks[0].last_bit
-    return Record(steps, ranks[0].calls, joined=True, uses_horovod=True, last_bit=last_bit)
+    return replace(ranks[0], steps=steps)
 
 
 class Triple(NamedTuple):

@@ -36,6 +36,8 @@ class PlannedProcess:
     replicates: bool = False  # ranks replicate the models of the script
     # Seconds after its first step in which the single process begins further phases.
     seconds: float = 30.0
+    # Numbers of ranks, which ascend. The first is the number that was asked for; all others are tried beside it.
+    sizes: Sequence[int] = ()
     run: str = (
         START  # name of its run: of all its ranks, but one process and its twin have one each
     )
@@ -86,13 +88,10 @@ class PlannedProcess:
             "HCCL_CONNECT_TIMEOUT": "600",
         }
 
-    def runs(self, sizes: Sequence[int]) -> list[list[PlannedProcess]]:
-        """Return the processes that run at a time: one and its perturbed twin, then each number of ranks.
-
-        ``sizes`` ascend. The first is the number that was asked for; all others are tried beside it.
-        """
+    def runs(self) -> list[list[PlannedProcess]]:
+        """Return the processes that run at a time: one and its perturbed twin, then each number of ranks."""
         ranks = [
             [replace(self, run=f"ranks{size}", ranks=size, rank=rank) for rank in range(size)]
-            for size in sizes
+            for size in self.sizes
         ]
         return [[self.single, replace(self, run=_PERTURBED)], *ranks]

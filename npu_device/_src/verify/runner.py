@@ -32,9 +32,9 @@ _MOST_TIMES_SLOWER = 10  # ranks than the single process, before they are ended
 class _VerifiedProcess(ForkingProcess):
     """A process of ``npurun verify``."""
 
-    def __init__(self, start: PlannedProcess, sizes: Sequence[int]) -> None:
-        self._runs = start.runs(sizes)
-        self._requested_ranks = sizes[0]
+    def __init__(self, start: PlannedProcess) -> None:
+        self._runs = start.runs()
+        self._requested_ranks = start.sizes[0]
         self._single_seconds = 0.0
         super().__init__(start)
 
@@ -106,9 +106,8 @@ def _keep_failure(process: PlannedProcess, how: str) -> None:
 
 def main(arguments: Sequence[str]) -> None:
     """Run a script as all processes, and record their steps."""
-    settings = json.loads(arguments[0])
-    sizes = settings.pop("sizes")
-    run_script(_VerifiedProcess(PlannedProcess(**settings), sizes), arguments[1:])
+    settings, *words = arguments
+    run_script(_VerifiedProcess(PlannedProcess(**json.loads(settings))), words)
 
 
 if __name__ == "__main__":
