@@ -121,6 +121,7 @@ def test_an_update_is_divided_or_the_option_is_named(tmp_path: Path) -> None:
     assert "shard_optimizer" not in diagnose(whole, ranks).expectation
     slow = [replace(rank, update=60e3) for rank in ranks]
     assert "shard_optimizer=True divides it" in diagnose(whole, slow).expectation
+    slow = [replace(rank, update=60e3) for rank in result.ranks]
     assert "shard_optimizer" not in diagnose(divided, slow).expectation
 
 

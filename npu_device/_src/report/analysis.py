@@ -229,12 +229,9 @@ def _send_less(traces: Sequence[RankTrace], rank: RankFigures) -> str:
 
 def saved_by_dividing(traces: Sequence[RankTrace], rank: RankFigures) -> float:
     """Return the time of a step that a divided update would save; 0.0 if it is divided, or can't be."""
-    updates_are_divided = any(
-        iteration.update_end is not None for iteration in traces[0].iterations
-    )
     # TensorFlow's engine and NCCL have no call for it.
     has_owners = traces[0].backend in ("shared_memory", "tcp", "mpi")
-    if updates_are_divided or not has_owners:
+    if rank.gather or not has_owners:
         return 0.0
     # A rank saves the part of its update that other ranks make for it.
     return rank.update * (1 - 1 / traces[0].world_size)

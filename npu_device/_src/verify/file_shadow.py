@@ -260,10 +260,10 @@ class Redirection:
                 mode = arguments.get("mode", arguments.get("flags"))
                 if access == "open" and _writes(arguments.get(position + 1, mode)):
                     change = self._to_change
-                arguments[key] = change(path)
-                is_written = os.path.lexists(arguments[key])
+                redirected = change(path)
+                arguments[key] = redirected
                 # The user's file is left, as if it were removed.
-                if name in _REMOVERS and not is_written and os.path.lexists(path):
+                if name in _REMOVERS and os.path.lexists(path) and not os.path.lexists(redirected):
                     return None
             by_position = [arguments.pop(position) for position in range(len(args))]
             returned = original(*by_position, **arguments)

@@ -239,21 +239,13 @@ def _notes_of_script(record: Record, replicate: bool) -> list[str]:
     # npurun --replicate gives all ranks a seed.
     if not replicate and not record.of(topics.SEED):
         notes.append(_NO_SEED)
-    quiet_layers = _layers(record.of(topics.QUIET))
-    if quiet_layers:
-        notes.append(_QUIET.format(layers=quiet_layers))
-    layers = _layers(record.of(topics.BATCH_NORM))
-    if layers:
-        notes.append(_NOT_SYNCHRONIZED.format(layers=layers))
-    return notes
+    notes += _note_on_layers(record, topics.QUIET, _QUIET)
+    return notes + _note_on_layers(record, topics.BATCH_NORM, _NOT_SYNCHRONIZED)
 
 
 def _notes_of_run(run: ComparedRun, cause: str) -> list[str]:
     """Return notes on what the ranks do by themselves without a difference that shows."""
-    notes = []
-    layers = _layers(run.ranks[0].of(topics.NORMALIZES_ALONE))
-    if layers:
-        notes.append(_NORMALIZES_ALONE.format(layers=layers))
+    notes = _note_on_layers(run.ranks[0], topics.NORMALIZES_ALONE, _NORMALIZES_ALONE)
     if run.single.uses_horovod and run.read_same_samples() and not run.shuffles_unseeded():
         notes.append(_HOROVOD_SAMPLES)
     lost = run.lost_in_rounding()
@@ -265,12 +257,12 @@ def _notes_of_run(run: ComparedRun, cause: str) -> list[str]:
     return notes
 
 
-def _layers(calls: Sequence[RecordedCall]) -> str:
-    """Return the number and names of the layers in some calls; "" without any."""
-    names = list(dict.fromkeys(call.detail for call in calls))
+def _note_on_layers(record: Record, topic: str, note: str) -> list[str]:
+    """Return a note with the number and names of the layers in calls on a topic; no note without any."""
+    names = list(dict.fromkeys(call.detail for call in record.of(topic)))
     if not names:
-        return ""
-    return f"{len(names)} layer(s) ({shortened(names, 3)})"
+        return []
+    return [note.format(layers=f"{len(names)} layer(s) ({shortened(names, 3)})")]
 
 
 def _table(run: ComparedRun) -> list[str]:
