@@ -208,12 +208,7 @@ def different_gradients(run: ComparedRun) -> Where:
 
 def metric_of_sums(run: ComparedRun) -> Where:
     """Return the metric of the model that isn't that of one process."""
-    return run.different_log(of_metrics=True)
-
-
-def different_logs(run: ComparedRun) -> Where:
-    """Return the number in the logs that isn't that of one process, and is no metric."""
-    return run.different_log(of_metrics=False)
+    return run.different_log(only_metrics=True)
 
 
 def horovod_not_reduced(run: ComparedRun) -> Where:
@@ -262,7 +257,7 @@ CAUSES: tuple[tuple[str, Cause], ...] = (
     (RANDOM, random_in_the_step),
     ("unknown", different_gradients),
     ("metric of sums", metric_of_sums),
-    ("different logs", different_logs),
+    ("different logs", ComparedRun.different_log),
 )
 """Section of ``causes.md`` and cause. The order decides: the first cause that a run shows is the one that is named, so
 those that name a line, or explain the deviations that others look at, come first.

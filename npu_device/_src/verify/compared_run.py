@@ -51,10 +51,8 @@ class ComparedStep:
 
     def rank_with_other_variables(self) -> int | None:
         """Return the first rank that trains more variables than one process, or fewer; None if no rank does."""
-        for rank, step in enumerate(self.ranks):
-            if step.trained != self.single.trained:
-                return rank
-        return None
+        ranks = enumerate(self.ranks)
+        return next((rank for rank, step in ranks if step.trained != self.single.trained), None)
 
     def variables_beside(self, rank: int) -> list[str]:
         """Return the variables that one process trains and a rank doesn't, or that only the rank trains."""
@@ -125,12 +123,12 @@ class ComparedRun:
             self.steps.append(step)
         # The first step whose gradients or updates deviate is the one to explain: later ones follow from it. Other
         # variables don't count: a step may add up the ranks' parts of them at its end.
-        deviating = [
+        deviating = (
             step.number
             for step in self.steps
             if step.deviations[GRADIENT] or step.deviations[UPDATE]
-        ]
-        self.first_number = min(deviating, default=0)  # number of that step, from 1; 0 without one
+        )
+        self.first_number = next(deviating, 0)  # number of that step, from 1; 0 without one
         self.index = max(self.first_number, 1) - 1  # index of that step, or of the first step
 
     @property
@@ -282,10 +280,10 @@ class ComparedRun:
             texts[_SHOWN:] = [f"and {hidden} more"]
         return ", ".join(texts)
 
-    def different_log(self, of_metrics: bool) -> str | None:
+    def different_log(self, only_metrics: bool = False) -> str | None:
         """Return a number in the logs on which the ranks agree, but not with one process.
 
-        It is one of the metrics of the model, or any other.
+        It is one of the metrics of the model, or any number.
         """
         for step in self.steps:
             for name, number in step.single.logs.items():
@@ -293,8 +291,8 @@ class ComparedRun:
                 allowed = trial.allowed(1e-4, 1e-6)
                 # Where the ranks differ from each other, the script logs a number of each rank on purpose.
                 agree = np.ptp(trial.parts) <= allowed
-                is_metric = name in self.single.metrics
-                if is_metric == of_metrics and agree and trial.distance(trial.parts[0]) > allowed:
+                is_wanted = name in self.single.metrics or not only_metrics
+                if is_wanted and agree and trial.distance(trial.parts[0]) > allowed:
                     numbers = f"{trial.parts[0]:.6g} instead of {number:.6g}"
                     return f"{name} of step {step.number} is {numbers}"
         return None

@@ -322,15 +322,12 @@ def _writes(mode: str | int | None) -> bool:
     return bool(set(mode or "r").intersection("wax+"))
 
 
-class _DirectoryListing(contextlib.ExitStack):
+class _DirectoryListing(contextlib.ExitStack, Iterator):
     """The files of a directory as ``os.scandir`` gives them."""
 
     def __init__(self, files: Iterator) -> None:
         super().__init__()
         self._files = files
-
-    def __iter__(self) -> Iterator:
-        return self._files
 
     def __next__(self) -> Any:
         return next(self._files)

@@ -17,9 +17,8 @@ import threading
 import time
 import weakref
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any, Callable, NamedTuple
 
 import tensorflow as tf
 
@@ -42,8 +41,7 @@ Stack = tuple[str, ...]
 """Lines of the script, innermost first, as ``train.py:26``."""
 
 
-@dataclass(frozen=True)
-class _Fit:
+class _Fit(NamedTuple):
     """A call of ``fit`` that runs."""
 
     model: Any
@@ -223,7 +221,7 @@ def _calls_to_reach(reached: set[str]) -> list[str]:
         tree = ast.parse(path.read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError):
         return []
-    missed = []
+    missed = set()
     for call in ast.walk(tree):
         if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
             continue
@@ -231,5 +229,5 @@ def _calls_to_reach(reached: set[str]) -> list[str]:
             # A call may span lines, and a frame shows any of them.
             lines = range(call.lineno, (call.end_lineno or call.lineno) + 1)
             if not reached.intersection(f"{path.name}:{line}" for line in lines):
-                missed.append(call.lineno)
-    return [f"{path.name}:{line}" for line in sorted(set(missed))]
+                missed.add(call.lineno)
+    return [f"{path.name}:{line}" for line in sorted(missed)]
