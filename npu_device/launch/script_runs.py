@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from npu_device._src import environment
 from npu_device._src.horovod import modules
 from npu_device._src.machine.free_memory import usable_memory
 from npu_device._src.verify.file_shadow import COVERED
-from npu_device._src.verify.plan import PROBLEM
+from npu_device._src.verify.plan import PROBLEM, PlannedProcess
 from npu_device.launch.argument_types import add_options
 from npu_device.launch.binding import tunables_of_ranks
 from npu_device.launch.guard import RankGuard
@@ -89,9 +89,7 @@ def announce(command: str, text: str) -> None:
     say(command, f"your files stay as they are, as far as this covers: {COVERED}")
 
 
-def run(
-    runner: str, settings: Mapping[str, Any], options: argparse.Namespace, seconds: float
-) -> str:
+def run(runner: str, start: PlannedProcess, options: argparse.Namespace, seconds: float) -> str:
     """Run a script as all processes; return what is wrong, "" if nothing is.
 
     Raises:
@@ -100,9 +98,9 @@ def run(
     variables = _variables()
     if options.horovod:
         variables.update(modules.variables(variables))
-    directory = Path(settings["directory"])
+    directory = Path(start.directory)
     directory.mkdir(parents=True, exist_ok=True)
-    words = [json.dumps(settings), options.script, *options.arguments]
+    words = [json.dumps(asdict(start)), options.script, *options.arguments]
     # What the user asks to keep stays, whatever ends this process.
     removed = None if getattr(options, "keep", None) else directory
     # Processes that are killed leave their temporary files.

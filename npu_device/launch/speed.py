@@ -115,7 +115,7 @@ def _measure(options: argparse.Namespace, setups: Sequence[Setup], directory: Pa
     problem = ""
     code = 0
     try:
-        problem = script_runs.run(_RUNNER, asdict(start), options, start.seconds + _END_SECONDS)
+        problem = script_runs.run(_RUNNER, start, options, start.seconds + _END_SECONDS)
     except subprocess.TimeoutExpired:
         # The runs end by themselves in time, unless one hangs.
         pass

@@ -73,11 +73,10 @@ def _verify(options: argparse.Namespace, sizes: Sequence[int], directory: Path) 
         )
     began = time.time()
     start = PlannedProcess(
-        str(directory), options.steps, options.module, options.replicate, options.seconds
+        str(directory), options.steps, options.module, options.replicate, options.seconds, sizes
     )
-    settings = {**asdict(start), "sizes": sizes}
     try:
-        problem = script_runs.run(_RUNNER, settings, options, VERIFY_SECONDS)
+        problem = script_runs.run(_RUNNER, start, options, VERIFY_SECONDS)
     except subprocess.TimeoutExpired:
         problem = (
             f"the script didn't make its steps in {VERIFY_SECONDS / 60:.0f} minutes; see its output "
@@ -90,7 +89,7 @@ def _verify(options: argparse.Namespace, sizes: Sequence[int], directory: Path) 
     from npu_device._src.verify import report
     from npu_device._src.verify.verdict import judge
 
-    verdict = judge(start.runs(sizes))
+    verdict = judge(start.runs())
     script_folder = Path(options.script).resolve().parent
     changed = changed_since(began, [script_folder, Path.cwd()], directory)
     if changed:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ PROJECTIONS = 12  # kept of a tensor
 # What is compared of a variable.
 GRADIENT = "gradient"
 UPDATE = "update"
-STATE = "state"
+STATE = "state"  # the value of a variable that no optimizer trains
 
 _FILE = "record.pickle"
 # Fraction of a tensor's norm: float32's own rounding in sums of a few hundred terms.
@@ -131,14 +131,12 @@ class Record:
         write_whole(folder / _FILE, pickle.dumps(self))
 
 
-def exists(folder: Path) -> bool:
-    """Return True if a process has left its record."""
-    return (folder / _FILE).exists()
-
-
 def load(folder: Path) -> Record:
-    """Return the record of a process."""
-    return pickle.loads((folder / _FILE).read_bytes())
+    """Return the record of a process; one without steps if it has left none."""
+    path = folder / _FILE
+    if not path.exists():
+        return Record()
+    return pickle.loads(path.read_bytes())
 
 
 def aligned(records: Sequence[Record]) -> list[Record]:
@@ -176,8 +174,7 @@ def average_of(ranks: Sequence[Record]) -> Record:
         if len(gradients) == len(steps_of_ranks) and len(shapes) == 1:
             average = np.mean(gradients, axis=0)
         steps.append(replace(step, gradients=average, rows=union(steps_of_ranks)))
-    last_bit = ranks[0].last_bit
-    return Record(steps, ranks[0].calls, joined=True, uses_horovod=True, last_bit=last_bit)
+    return replace(ranks[0], steps=steps)
 
 
 class Triple(NamedTuple):
@@ -192,8 +189,6 @@ class Triple(NamedTuple):
 class Deviation:
     """A variable whose gradient, update or value isn't that of one process."""
 
-    step: int  # number of the step, from 1
-    quantity: str  # GRADIENT, UPDATE, or STATE for the value of a variable that no optimizer trains
     variable: str
     # Factor between the rank's tensor and the single process's; None if it isn't scaled, or by less than a tenth.
     ratio: float | None
@@ -207,30 +202,37 @@ def union(steps: Sequence[RecordedStep]) -> Counter[int]:
     return sum((step.rows for step in steps), Counter())
 
 
-def compare(single: Record, perturbed: Record, rank: Record) -> list[Deviation]:
-    """Return where a rank differs from one process, which also ran with perturbed inputs.
+def compare(
+    single: Record, perturbed: Record, rank: Record
+) -> Iterator[dict[str, list[Deviation]]]:
+    """Yield of each step where a rank differs from one process, which also ran with perturbed inputs, by quantity.
 
     Where the perturbed inputs move a tensor by ``change``, the distance between rank and process may be::
 
         (tolerance + _rounding_of_most(changes of all tensors)) * norm + TIMES_ROUNDING * change
 
-    Updates may differ by more (``_deviations_of_updates``).
+    Updates may differ by more.
     """
-    deviations = []
     records = Triple(single, perturbed, rank)
-    for step_number, steps in enumerate(zip(*(record.steps for record in records)), start=1):
+    for index, steps in enumerate(zip(*(record.steps for record in records))):
         step = steps[0]
         trained = step.trained
         tolerance = _tolerance(single, step)
         gradients = Triple(*(recorded.gradients for recorded in steps))
         changes = _changes(gradients)
         allowed = tolerance + _rounding_of_most(changes, tolerance)
-        deviations += _deviations(step_number, GRADIENT, step.trained_names, gradients, allowed)
-        updates = Triple(*(record.update(step_number - 1) for record in records))
-        deviations += _deviations_of_updates(step_number, step, updates, changes, tolerance)
+        updates = Triple(*(record.update(index) for record in records))
+        # Optimizers such as Adam turn a gradient that is rounding into an update of full size.
+        allowed_updates = tolerance + TIMES_ROUNDING * changes
+        allowed_updates += _rounding_of_most(_changes(updates), tolerance)
+        # An update is what is left when rounded weights are subtracted.
+        absolute = _ROUNDINGS * np.linalg.norm(step.weights[:trained], axis=1)
         states = Triple(*(recorded.weights[trained:] for recorded in steps))
-        deviations += _deviations(step_number, STATE, step.names[trained:], states, tolerance)
-    return deviations
+        yield {
+            GRADIENT: _deviations(step.trained_names, gradients, allowed),
+            UPDATE: _deviations(step.trained_names, updates, allowed_updates, absolute),
+            STATE: _deviations(step.names[trained:], states, tolerance),
+        }
 
 
 def _tolerance(record: Record, step: RecordedStep) -> float:
@@ -262,30 +264,13 @@ def is_repeated(record: Record, step: RecordedStep, repeat: RecordedStep) -> boo
     return typical_change(step, repeat) <= _most_rounding(_tolerance(record, step))
 
 
-def _deviations_of_updates(
-    step_number: int,
-    step: RecordedStep,
-    updates: Triple,
-    gradient_changes: np.ndarray,
-    tolerance: float,
-) -> list[Deviation]:
-    # Optimizers such as Adam turn a gradient that is rounding into an update of full size.
-    tolerances = tolerance + TIMES_ROUNDING * gradient_changes
-    tolerances += _rounding_of_most(_changes(updates), tolerance)
-    # An update is what is left when rounded weights are subtracted.
-    absolute = _ROUNDINGS * np.linalg.norm(step.weights[: step.trained], axis=1)
-    return _deviations(step_number, UPDATE, step.trained_names, updates, tolerances, absolute)
-
-
 def _deviations(
-    step_number: int,
-    quantity: str,
     names: Sequence[str],
     arrays: Triple,
     tolerance: float | np.ndarray,
     absolute: float | np.ndarray = 0.0,
 ) -> list[Deviation]:
-    """Return the deviations of a quantity in a step: ``arrays`` with a row for each variable.
+    """Return the deviations of a quantity: ``arrays`` with a row for each variable.
 
     ``tolerance`` is relative to the norm; an array of tolerances has a number for each variable.
     """
@@ -300,7 +285,7 @@ def _deviations(
     deviations = []
     for name, relative, distance, *tensors in zip(names, tolerances, absolutes, *arrays):
         tensor = Triple(*tensors)
-        deviations += deviation(step_number, quantity, name, tensor, relative, floor, distance)
+        deviations += deviation(name, tensor, relative, floor, distance)
     return deviations
 
 
@@ -327,8 +312,6 @@ def _rounding_of_most(changes: np.ndarray, tolerance: float) -> float:
 
 
 def deviation(
-    step: int,
-    quantity: str,
     name: str,
     tensor: Triple,
     tolerance: float = _TOLERANCE,
@@ -351,18 +334,12 @@ def deviation(
         return []
     # The multiple of the single process's tensor that is nearest to the rank's.
     ratio = float(np.dot(rank, single) / max(np.dot(single, single), 1e-60))
+    remainder = float(np.linalg.norm(rank - ratio * single)) / max(abs(ratio) * size, 1e-30)
     multiple = None
-    if _is_multiple(rank, single, ratio, size, allowed / size):
+    # The tensor is that of one process, scaled: by the number of ranks, perhaps.
+    if remainder <= max(_PURE, allowed / size) and abs(ratio - 1) > _PURE:
         multiple = ratio
-    return [Deviation(step, quantity, name, multiple, distance / size, allowed / size)]
-
-
-def _is_multiple(
-    rank: np.ndarray, single: np.ndarray, ratio: float, norm: float, allowed: float
-) -> bool:
-    """Return True if a tensor is that of one process, scaled: by the number of ranks, perhaps."""
-    remainder = float(np.linalg.norm(rank - ratio * single)) / max(abs(ratio) * norm, 1e-30)
-    return remainder <= max(_PURE, allowed) and abs(ratio - 1) > _PURE
+    return [Deviation(name, multiple, distance / size, allowed / size)]
 
 
 def equal(projections: np.ndarray, expected: np.ndarray) -> bool:

@@ -35,10 +35,12 @@ def changed(tensor: Any, by: float = _OF_FLOAT32, seed: int = 0) -> Any:
 
 def noisy_layers(keras: Any) -> list:
     """Return the classes of layers that draw random numbers in training."""
-    layers = keras.layers
     noisy = _NOISY.split()
-    names = [name for name in dir(layers) if name in noisy or name.startswith("Random")]
-    return [getattr(layers, name) for name in names]
+    return [
+        layer
+        for name, layer in inspect.getmembers(keras.layers)
+        if name in noisy or name.startswith("Random")
+    ]
 
 
 def quiet(call: Callable, tell: Callable[[Any], None] = lambda layer: None) -> Callable:

@@ -57,9 +57,9 @@ def steady(traces: Sequence[RankTrace]) -> list[RankTrace]:
         raise ValueError(
             f"the ranks reduced different segments:\n{lines}\nLikely cause: traces of several runs."
         )
-    by_trace = []
-    for trace in traces:
-        by_trace.append({iteration.iteration: iteration for iteration in trace.iterations})
+    by_trace = [
+        {iteration.iteration: iteration for iteration in trace.iterations} for trace in traces
+    ]
     # The files of ranks end at different iterations, and may have lost different older halves.
     common = sorted(set.intersection(*map(set, by_trace)))
     if not common:
@@ -68,19 +68,17 @@ def steady(traces: Sequence[RankTrace]) -> list[RankTrace]:
         )
         raise ValueError(f"no iteration was recorded on every rank:\n{counts}")
     counted_ids = common[WARM_UP:] or common[-1:]
-    steady_traces = []
-    for trace, iterations in zip(traces, by_trace):
-        common_iterations = tuple(iterations[iteration_id] for iteration_id in counted_ids)
-        steady_traces.append(replace(trace, iterations=common_iterations))
-    return steady_traces
+    return [
+        replace(trace, iterations=tuple(map(iterations.__getitem__, counted_ids)))
+        for trace, iterations in zip(traces, by_trace)
+    ]
 
 
 def figures(trace: RankTrace) -> RankFigures:
-    medians = {}
     # An iteration has properties of the same names.
-    for figure in fields(RankFigures)[2:]:
-        medians[figure.name] = _median(trace, attrgetter(figure.name))
-    return RankFigures(trace.rank, trace.host, **medians)
+    names = [figure.name for figure in fields(RankFigures)[2:]]
+    medians = [_median(trace, attrgetter(name)) for name in names]
+    return RankFigures(trace.rank, trace.host, *medians)
 
 
 def slowest(ranks: Sequence[RankFigures]) -> Slowest | None:
@@ -231,12 +229,9 @@ def _send_less(traces: Sequence[RankTrace], rank: RankFigures) -> str:
 
 def saved_by_dividing(traces: Sequence[RankTrace], rank: RankFigures) -> float:
     """Return the time of a step that a divided update would save; 0.0 if it is divided, or can't be."""
-    updates_are_divided = any(
-        iteration.update_end is not None for iteration in traces[0].iterations
-    )
     # TensorFlow's engine and NCCL have no call for it.
     has_owners = traces[0].backend in ("shared_memory", "tcp", "mpi")
-    if updates_are_divided or not has_owners:
+    if rank.gather or not has_owners:
         return 0.0
     # A rank saves the part of its update that other ranks make for it.
     return rank.update * (1 - 1 / traces[0].world_size)

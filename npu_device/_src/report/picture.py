@@ -72,10 +72,8 @@ def page(analysis: Analysis, text: str) -> str:
 
 def _drawn(analysis: Analysis) -> list[RankTrace]:
     """Return the traces to draw: of the slowest rank, and of the others as many as fit."""
-    slowest = 0
     # The rank for which the others wait explains the picture best.
-    if analysis.slowest is not None:
-        slowest = analysis.slowest.rank
+    slowest = analysis.busiest.rank
     others = [trace.rank for trace in analysis.traces if trace.rank != slowest]
     ranks = {slowest, *others[: _SHOWN - 1]}
     return [trace for trace in analysis.traces if trace.rank in ranks]
@@ -144,19 +142,16 @@ class _RankPicture:
             lane = min([*free_lanes, len(lanes), _MOST_LANES - 1])
             lanes[lane : lane + 1] = [end]
             top = _PHASES_HEIGHT + lane * _LANE_HEIGHT
-            title = self._title(segment, end - start)
+            low, high = self._trace.segments[segment]
+            gradients = f"gradients {low} to {high}, {amount(self._trace.bytes_of(segment))}"
+            reduction = f"{gradients}, {(end - start) / 1e3:.2f} ms"
+            title = f"rank {self._trace.rank}, segment {segment}: {reduction}"
             # A reduction may be hidden at first, and exposed later.
             if start < bp_end:
                 self._bar("hidden reduction", start, min(end, bp_end), top, title)
             if end > bp_end:
                 self._bar("exposed reduction", max(start, bp_end), end, top, title)
         return len(lanes)
-
-    def _title(self, segment: int, time: float) -> str:
-        low, high = self._trace.segments[segment]
-        size = amount(self._trace.bytes_of(segment))
-        gradients = f"gradients {low} to {high}, {size}"
-        return f"rank {self._trace.rank}, segment {segment}: {gradients}, {time / 1e3:.2f} ms"
 
     def _bar(
         self, phase: str, start: float, end: float, top: int, title: str, style: str = ""

@@ -67,7 +67,7 @@ class _SpeedProcess(ForkingProcess):
         self._seconds_of_run: dict[Setup, float] = {}
         # The standard error of npurun: this process soon has a file instead, as its script prints what it likes.
         self._console = os.dup(2)  # a copy of the console, for progress
-        super().__init__(start, words[0])
+        super().__init__(start)
 
     def runs(self) -> Iterator[Sequence[PlannedProcess]]:
         # One process is first: it tells how long a run takes.

@@ -19,7 +19,7 @@ import tensorflow as tf
 from npu_device._src import compat
 from npu_device._src.speed.timed_process import TRACED, TimedProcess, Times, finish, save_times
 from npu_device._src.training.watching.schedule import FIRST_LOOKS
-from npu_device._src.verify.wrapping import ModelCalls, after, wrap
+from npu_device._src.verify.wrapping import after, of_samples, wrap
 
 _WARM_UP_STEPS = 5
 """Steps that aren't timed: they trace functions, fill caches, and are checked."""
@@ -61,7 +61,6 @@ class StepClock:
         self._optimizers: dict[int, Any] = {}
         # The number of rows in the batches so far; a variable, once a model is called.
         self._rows: Any = 0
-        self._model_calls = ModelCalls()
         self._begin: _Mark | None = None  # begin of the timed steps
         self._warm_since = 0.0  # time of the first step that may be timed
         self._restarts = 0
@@ -83,7 +82,7 @@ class StepClock:
         wrap(callbacks, "on_epoch_end", after(self._end_epoch))
         wrap(callbacks, "on_train_end", after(self._end_fit))
         if self._process.round == TRACED:
-            wrap(module.Model, "__call__", self._call)
+            wrap(module.Model, "__call__", of_samples(self._call))
 
     def _apply(self, original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         self._optimizers[id(optimizer)] = optimizer
@@ -93,16 +92,14 @@ class StepClock:
         """Count the rows of the batch of a model that is trained."""
         tensors = tf.nest.flatten([*args, *kwargs.values()])
         inputs = next((leaf for leaf in tensors if getattr(leaf, "shape", None)), None)
-        if inputs is None or not self._model_calls.hold_samples():
+        if inputs is None:
             return original(model, *args, **kwargs)
         if not isinstance(self._rows, tf.Variable):
             # Made now, since TensorFlow takes no settings after its first variable, and outside of functions.
             with tf.init_scope():
                 self._rows = tf.Variable(0, dtype=tf.int64, trainable=False)
         self._rows.assign_add(tf.shape(inputs, tf.int64)[0])
-        # A model may consist of models, which get the same rows.
-        with self._model_calls.begin():
-            return original(model, *args, **kwargs)
+        return original(model, *args, **kwargs)
 
     def _begin_anew(self, graph: tf.Graph) -> None:
         """Time anew after a function is traced."""

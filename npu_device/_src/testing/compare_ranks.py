@@ -146,16 +146,18 @@ def _deviations(reference: _Training, noisy: _Training, training: _Training) -> 
             deviations = []
             for name in epoch[0]:
                 tensor = Triple(*(np.atleast_1d(variables[name]) for variables in epoch))
-                deviations += deviation(epoch_number, attribute, name, tensor)
-            lines += map(_line, deviations)
+                deviations += deviation(name, tensor)
+            lines += [_line(epoch_number, deviation) for deviation in deviations]
             # Later epochs follow from the first that deviates.
             if deviations:
                 break
     return lines
 
 
-def _line(deviation: Deviation) -> str:
-    line = f"  {deviation.variable} after epoch {deviation.step}: off by {deviation.relative_error:.1e}"
+def _line(epoch_number: int, deviation: Deviation) -> str:
+    line = (
+        f"  {deviation.variable} after epoch {epoch_number}: off by {deviation.relative_error:.1e}"
+    )
     if deviation.ratio is not None:
         line += f", {deviation.ratio:.2f} times that of one process"
     return f"{line} (rounding: {deviation.allowed:.0e})"

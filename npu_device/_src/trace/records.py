@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import logging
 import math
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -45,9 +46,9 @@ class Iteration:
     fp_start: float  # the first operation of the step begins
     bp_end: float  # backward has produced its last gradient
     iteration_end: float
-    allreduce: tuple[tuple[float, float], ...]
+    allreduce: Sequence[list[float]]  # start and end of the reduction of each segment
     # When each gradient was there, in the order of ``RankTrace.gradients``.
-    ready: tuple[float, ...]
+    ready: Sequence[float]
     # ``iteration_end`` of the iteration before, recorded or not; None for the first.
     previous_end: float | None = None
     # With divided updates, this rank has made its own, and all ranks begin to exchange new values.
@@ -153,17 +154,17 @@ def read(directory: str | Path) -> list[RankTrace]:
         raise ValueError("there is no trace: no such directory")
     traces = []
     for path in Path(directory).glob(f"rank*/{FILE}"):
-        sections = list(_sections(path))
+        sections = _sections(path)
         if sections:
             # The first steps may have reduced something else, such as the gradients of a part of the model.
             traces.append(max(sections, key=lambda section: len(section.iterations)))
     return sorted(traces, key=lambda trace: trace.rank)
 
 
-def _sections(path: Path) -> Iterator[RankTrace]:
-    """Yield the trace of a file for each split of the gradients, which begins with a header."""
-    header: dict[str, Any] | None = None
-    iterations = []
+def _sections(path: Path) -> list[RankTrace]:
+    """Return the trace of a file for each split of the gradients, which begins with a header."""
+    sections = []
+    iterations: list[Iteration] = []
     # Another rank may be writing at this moment: a last line without a newline isn't complete yet.
     for line_number, line in enumerate(
         path.read_text(encoding="utf-8").splitlines(keepends=True), start=1
@@ -172,23 +173,19 @@ def _sections(path: Path) -> Iterator[RankTrace]:
             break
         try:
             fields = json.loads(line)
-            if "version" not in fields:
-                iterations.append(_iteration(fields))
-                continue
-            if header is not None:
-                yield _trace(header, iterations)
-            header = fields
-            iterations = []
+            if "version" in fields:
+                iterations = []
+                sections.append((fields, iterations))
+            else:
+                iterations.append(Iteration(**fields))
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f"{path}, line {line_number}, is not a line of a trace: {error!r}"
             ) from error
-    if header is not None:
-        yield _trace(header, iterations)
+    return list(itertools.starmap(_trace, sections))
 
 
-def _trace(header: dict[str, Any], iterations: list[Iteration]) -> RankTrace:
-    fields = dict(header)
+def _trace(fields: dict[str, Any], iterations: list[Iteration]) -> RankTrace:
     version = fields.pop("version")
     if version != VERSION:
         raise ValueError(f"a trace of version {version}; this package reads version {VERSION}")
@@ -196,11 +193,6 @@ def _trace(header: dict[str, Any], iterations: list[Iteration]) -> RankTrace:
     fields["segments"] = tuple((low, high) for low, high in fields["segments"])
     in_order = sorted(iterations, key=lambda iteration: iteration.iteration)
     return RankTrace(**fields, iterations=tuple(in_order))
-
-
-def _iteration(fields: dict[str, Any]) -> Iteration:
-    allreduce = tuple((start, end) for start, end in fields["allreduce"])
-    return Iteration(**{**fields, "allreduce": allreduce, "ready": tuple(fields["ready"])})
 
 
 @dataclass(frozen=True)
@@ -242,14 +234,12 @@ class PointSchema:
             bp_end=bp_end,
             iteration_end=max(ends),
             allreduce=allreduce,
-            ready=tuple(ready),
+            ready=ready,
             previous_end=previous_end,
             update_end=own_end,
         )
 
-    def _intervals(
-        self, ready: Sequence[float], ends: Sequence[float]
-    ) -> tuple[tuple[float, float], ...]:
+    def _intervals(self, ready: Sequence[float], ends: Sequence[float]) -> list[list[float]]:
         """Return start and end of the reduction of each segment; it starts when its last gradient is there."""
         intervals = []
         for (low, high), end in zip(self.trace.segments, ends):
@@ -257,8 +247,8 @@ class PointSchema:
             if not self.waits_for_all:
                 awaited = ready[low : high + 1]
             start = max(awaited)
-            intervals.append((start, max(start, end)))
-        return tuple(intervals)
+            intervals.append([start, max(start, end)])
+        return intervals
 
 
 def model_of(gradients: Sequence[GradientRecord], shapes: Sequence) -> str:
@@ -334,11 +324,10 @@ class TraceFile:
                 self._path,
                 error,
             )
-            file = self._file
-            self._file = None
             # It writes what is left once more.
             with contextlib.suppress(OSError):
-                file.close()
+                self._file.close()
+            self._file = None
 
     def _drop_older_half(self, file: TextIO) -> None:
         lines = self._path.read_text(encoding="utf-8").splitlines()

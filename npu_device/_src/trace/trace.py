@@ -254,14 +254,12 @@ def _operation_named(graph: tf.Graph, name: str) -> tf.Operation | None:
 
 
 def _read(operations: Sequence[tf.Operation], graph: tf.Graph) -> tf.Tensor:
-    with graph.as_default():
+    with graph.as_default(), contextlib.ExitStack() as blocks:
         if getattr(graph, "building_function", False):
             # A block of control dependencies around the caller must not apply here.
-            with tf.control_dependencies(None), tf.control_dependencies(operations):
-                point = tf.timestamp()
-        else:
-            with tf.control_dependencies(operations):
-                point = tf.timestamp()
+            blocks.enter_context(tf.control_dependencies(None))
+        blocks.enter_context(tf.control_dependencies(operations))
+        point = tf.timestamp()
     compat.run_independently(point.op)
     return point
 

@@ -94,13 +94,15 @@ def discarded_result(run: ComparedRun) -> Where:
         return None
     # A reduction of all gradients was made, so that only its result can have been dropped.
     trained = run.step.ranks[0].trained
-    return next((str(call) for call in run.reductions() if call.outcome == trained), None)
+    reductions = run.calls(topics.ALL_REDUCE)
+    return next((str(call) for call in reductions if call.outcome == trained), None)
 
 
 def only_loss_reduced(run: ComparedRun) -> Where:
     """Return the reduction of a single number, where nothing else is reduced."""
     # Losses and metrics have one element, unlike gradients.
-    if not run.applied_apart() or any(call.outcome > 1 for call in run.reductions()):
+    reductions = run.calls(topics.ALL_REDUCE)
+    if not run.applied_apart() or any(call.outcome > 1 for call in reductions):
         return None
     return run.line(topics.ALL_REDUCE)
 
@@ -118,11 +120,6 @@ def updates_differ(run: ComparedRun) -> Where:
     if successor is not None:
         steps.append(run.steps[successor])
     return any(step.ranks_differ("weights") for step in steps) and run.phase
-
-
-def not_repeatable(run: ComparedRun) -> Where:
-    """Return what one process does differently when it runs twice."""
-    return run.not_repeated()
 
 
 def same_samples(run: ComparedRun) -> Where:
@@ -179,11 +176,9 @@ def state_in_the_step(run: ComparedRun) -> Where:
 
     A deviation alone says nothing: a step may add up the ranks' parts at its end.
     """
-    deviating = []
-    for deviation in run.deviations:
-        if deviation.quantity == STATE and deviation.step <= run.first_number:
-            deviating.append(deviation.variable)
-    return first_names(list(dict.fromkeys(deviating)))
+    steps = run.steps[: run.first_number]
+    deviations = [deviation for step in steps for deviation in step.deviations[STATE]]
+    return first_names(list(dict.fromkeys(deviation.variable for deviation in deviations)))
 
 
 def scaled_rate(run: ComparedRun) -> Where:
@@ -213,12 +208,7 @@ def different_gradients(run: ComparedRun) -> Where:
 
 def metric_of_sums(run: ComparedRun) -> Where:
     """Return the metric of the model that isn't that of one process."""
-    return run.different_log(of_metrics=True)
-
-
-def different_logs(run: ComparedRun) -> Where:
-    """Return the number in the logs that isn't that of one process, and is no metric."""
-    return run.different_log(of_metrics=False)
+    return run.different_log(only_metrics=True)
 
 
 def horovod_not_reduced(run: ComparedRun) -> Where:
@@ -250,7 +240,7 @@ CAUSES: tuple[tuple[str, Cause], ...] = (
     ("only the loss is reduced", only_loss_reduced),
     ("not reduced", not_reduced),
     ("updates differ per rank", updates_differ),
-    (NOT_REPEATABLE, not_repeatable),
+    (NOT_REPEATABLE, ComparedRun.not_repeated),
     ("same samples", same_samples),
     (RANDOM, random_with_samples),
     ("different samples", different_samples),
@@ -267,7 +257,7 @@ CAUSES: tuple[tuple[str, Cause], ...] = (
     (RANDOM, random_in_the_step),
     ("unknown", different_gradients),
     ("metric of sums", metric_of_sums),
-    ("different logs", different_logs),
+    ("different logs", ComparedRun.different_log),
 )
 """Section of ``causes.md`` and cause. The order decides: the first cause that a run shows is the one that is named, so
 those that name a line, or explain the deviations that others look at, come first.

@@ -12,6 +12,7 @@ from npu_device._src.comparison import compare, topics
 from npu_device._src.comparison.compare import (
     GRADIENT,
     STATE,
+    UPDATE,
     Deviation,
     Record,
     RecordedCall,
@@ -39,6 +40,9 @@ class ComparedStep:
     single: RecordedStep
     perturbed: RecordedStep
     ranks: Sequence[RecordedStep]
+    # By quantity: rank 0's of gradients and updates, as differences between ranks have causes of their own. Variables
+    # that no optimizer trains may deviate on any rank.
+    deviations: dict[str, list[Deviation]]
 
     def ranks_differ(self, attribute: str) -> bool:
         """Return True if the gradients of the ranks, or their trained weights, differ from each other."""
@@ -47,10 +51,8 @@ class ComparedStep:
 
     def rank_with_other_variables(self) -> int | None:
         """Return the first rank that trains more variables than one process, or fewer; None if no rank does."""
-        for rank, step in enumerate(self.ranks):
-            if step.trained != self.single.trained:
-                return rank
-        return None
+        ranks = enumerate(self.ranks)
+        return next((rank for rank, step in ranks if step.trained != self.single.trained), None)
 
     def variables_beside(self, rank: int) -> list[str]:
         """Return the variables that one process trains and a rank doesn't, or that only the rank trains."""
@@ -107,27 +109,26 @@ class ComparedRun:
         self.size = len(ranks)
         self.steps: list[ComparedStep] = []
         steps_of_all = zip(*(record.steps for record in records))
-        for step_number, (single_step, perturbed_step, *on_ranks) in enumerate(
-            steps_of_all, start=1
-        ):
-            self.steps.append(ComparedStep(step_number, single_step, perturbed_step, on_ranks))
-        self.deviations: list[Deviation] = []
-        for rank, record in enumerate(self.ranks):
-            for deviation in compare.compare(records[0], records[1], record):
-                # Variables that no optimizer trains may deviate on any rank. For gradients and updates,
-                # rank 0 is enough: differences between ranks have causes of their own.
-                if rank == 0 or deviation.quantity == STATE:
-                    self.deviations.append(deviation)
-        for step in self.steps:
+        of_ranks = zip(*(compare.compare(self.single, records[1], record) for record in self.ranks))
+        for steps, deviations in zip(steps_of_all, of_ranks):
+            states = [deviation for of_rank in deviations for deviation in of_rank[STATE]]
+            by_quantity = {**deviations[0], STATE: states}
+            number = len(self.steps) + 1
+            step = ComparedStep(number, steps[0], steps[1], steps[2:], by_quantity)
             rank_apart = step.rank_with_other_variables()
             # The tensors of such a step can't be compared.
             if rank_apart is not None:
                 names = first_names(step.variables_beside(rank_apart))
-                self.deviations.append(Deviation(step.number, GRADIENT, names, None, 1.0, 0.0))
+                step.deviations[GRADIENT].append(Deviation(names, None, 1.0, 0.0))
+            self.steps.append(step)
         # The first step whose gradients or updates deviate is the one to explain: later ones follow from it. Other
         # variables don't count: a step may add up the ranks' parts of them at its end.
-        deviating = [deviation.step for deviation in self.deviations if deviation.quantity != STATE]
-        self.first_number = min(deviating, default=0)  # number of that step, from 1; 0 without one
+        deviating = (
+            step.number
+            for step in self.steps
+            if step.deviations[GRADIENT] or step.deviations[UPDATE]
+        )
+        self.first_number = next(deviating, 0)  # number of that step, from 1; 0 without one
         self.index = max(self.first_number, 1) - 1  # index of that step, or of the first step
 
     @property
@@ -140,27 +141,14 @@ class ComparedRun:
         """Return the phase of the first step that deviates."""
         return self.step.single.phase
 
-    def deviations_in(self, step_number: int, quantity: str) -> list[Deviation]:
-        """Return the deviations of a quantity in a step."""
-        deviations = []
-        for deviation in self.deviations:
-            if deviation.step == step_number and deviation.quantity == quantity:
-                deviations.append(deviation)
-        return deviations
-
-    def first_deviations(self, quantity: str = GRADIENT) -> list[Deviation]:
-        """Return what deviates in the first step whose gradients or updates do."""
-        return self.deviations_in(self.first_number, quantity)
-
     @property
     def gradients_deviate(self) -> bool:
         """Return True if gradients deviate in that step, and not only its updates."""
-        return bool(self.first_deviations())
+        return bool(self.step.deviations[GRADIENT])
 
     def ratio(self, quantity: str = GRADIENT) -> float:
         """Return the multiple of the single process that all deviating tensors of the step are; 0 if they aren't."""
-        deviations = self.first_deviations(quantity)
-        ratios = np.array([deviation.ratio or 0 for deviation in deviations])
+        ratios = np.array([deviation.ratio or 0 for deviation in self.step.deviations[quantity]])
         # One tensor without a ratio is enough: then it isn't a matter of scale.
         if not len(ratios) or not ratios.all():
             return 0.0
@@ -174,28 +162,21 @@ class ComparedRun:
         """Return True if all of them are about a multiple of the single process."""
         return abs(self.ratio(quantity) - expected) < 0.1 * expected
 
-    def calls(self) -> list[RecordedCall]:
-        """Return the calls of rank 0 that led to the first step that deviates.
+    def calls(self, *wanted: str) -> list[RecordedCall]:
+        """Return the calls of rank 0 on some topics that led to the first step that deviates.
 
         A step that is traced once runs many times, so these are the calls before any step of its optimizer. Without
         any, they are those of the optimizer whose step comes next: if several take turns, one call may serve them all,
         and is kept for the one that makes its step first.
         """
-        steps = self.ranks[0].steps
-        optimizer = steps[self.index].optimizer
-        begin = [step.optimizer for step in steps].index(optimizer)
-        for step in [steps[self.index], *steps[begin:]]:
-            calls = self.ranks[0].calls_before.get(step.optimizer)
-            if calls:
-                return calls
-        return []
+        optimizers = [step.optimizer for step in self.ranks[0].steps]
+        from_first_step = optimizers[optimizers.index(optimizers[self.index]) :]
+        calls = filter(None, map(self.ranks[0].calls_before.get, from_first_step))
+        return [call for call in next(calls, []) if call.topic in wanted]
 
     def line(self, *wanted: str) -> str | None:
-        """Return the first of these calls that is on one of some topics, with its line."""
-        for call in self.calls():
-            if call.topic in wanted:
-                return str(call)
-        return None
+        """Return the first of these calls, with its line."""
+        return next(map(str, self.calls(*wanted)), None)
 
     def line_in_script(self, topic: str) -> str | None:
         """Return the first call on a topic in the whole script of rank 0, with its line."""
@@ -276,10 +257,6 @@ class ComparedRun:
         """Return True if the ranks apply different gradients in the first step that deviates."""
         return self.step.ranks_differ("gradients")
 
-    def reductions(self) -> list[RecordedCall]:
-        """Return the calls of ``all_reduce`` that led to the first step that deviates."""
-        return [call for call in self.calls() if call.topic == topics.ALL_REDUCE]
-
     def clipped(self) -> str | None:
         """Return the call that clips gradients before anything is reduced, even if nothing was above the limit."""
         line = self.line(topics.ALL_REDUCE, topics.CLIP)
@@ -291,7 +268,7 @@ class ComparedRun:
     def described(self, quantity: str) -> str:
         """Return which gradients, or updates, deviate, and how."""
         texts = []
-        for deviation in self.first_deviations(quantity):
+        for deviation in self.step.deviations[quantity]:
             # Tensors without a ratio are described so, even if they differ by less than a tenth.
             how = "points elsewhere"
             if deviation.ratio is not None:
@@ -303,10 +280,10 @@ class ComparedRun:
             texts[_SHOWN:] = [f"and {hidden} more"]
         return ", ".join(texts)
 
-    def different_log(self, of_metrics: bool) -> str | None:
+    def different_log(self, only_metrics: bool = False) -> str | None:
         """Return a number in the logs on which the ranks agree, but not with one process.
 
-        It is one of the metrics of the model, or any other.
+        It is one of the metrics of the model, or any number.
         """
         for step in self.steps:
             for name, number in step.single.logs.items():
@@ -314,8 +291,8 @@ class ComparedRun:
                 allowed = trial.allowed(1e-4, 1e-6)
                 # Where the ranks differ from each other, the script logs a number of each rank on purpose.
                 agree = np.ptp(trial.parts) <= allowed
-                is_metric = name in self.single.metrics
-                if is_metric == of_metrics and agree and trial.distance(trial.parts[0]) > allowed:
+                is_wanted = name in self.single.metrics or not only_metrics
+                if is_wanted and agree and trial.distance(trial.parts[0]) > allowed:
                     numbers = f"{trial.parts[0]:.6g} instead of {number:.6g}"
                     return f"{name} of step {step.number} is {numbers}"
         return None

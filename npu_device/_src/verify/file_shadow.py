@@ -239,7 +239,6 @@ class Redirection:
             "match": self._to_match,
             "change": self._to_change,
         }
-        change_for_access = changes.get(access, self._to_write)
         if access == "write second":
             position += 1
             keyword = "dst"
@@ -251,14 +250,20 @@ class Redirection:
             if position < len(args):
                 key = position
             if key in arguments:
-                path = _full_path(arguments[key], arguments.pop("dir_fd", None))
-                change = change_for_access
+                path = arguments[key]
+                directory = arguments.pop("dir_fd", None)
+                # A path may be relative to an open directory.
+                if directory is not None:
+                    folder = os.readlink(f"/proc/self/fd/{directory}")
+                    path = os.path.join(folder, os.fsdecode(path))
+                change = changes.get(access, self._to_write)
                 mode = arguments.get("mode", arguments.get("flags"))
                 if access == "open" and _writes(arguments.get(position + 1, mode)):
                     change = self._to_change
-                arguments[key] = change(path)
+                redirected = change(path)
+                arguments[key] = redirected
                 # The user's file is left, as if it were removed.
-                if name in _REMOVERS and _is_only_at(path, arguments[key]):
+                if name in _REMOVERS and os.path.lexists(path) and not os.path.lexists(redirected):
                     return None
             by_position = [arguments.pop(position) for position in range(len(args))]
             returned = original(*by_position, **arguments)
@@ -301,18 +306,6 @@ def _is_called_by_tempfile() -> bool:
     return False
 
 
-def _is_only_at(path: Any, redirected: Any) -> bool:
-    """Return True if there is a file at a path, and none where it is redirected to."""
-    return not os.path.lexists(redirected) and os.path.lexists(path)
-
-
-def _full_path(path: Any, directory: int | None) -> Any:
-    """Return a path that is relative to an open directory, if there is one, as one that isn't."""
-    if directory is None:
-        return path
-    return os.path.join(os.readlink(f"/proc/self/fd/{directory}"), os.fsdecode(path))
-
-
 def _path_parameter(function: Any) -> tuple[int, str]:
     """Return position and name of the path among the parameters of a function; the first if it doesn't tell them."""
     with contextlib.suppress(TypeError, ValueError):
@@ -329,15 +322,12 @@ def _writes(mode: str | int | None) -> bool:
     return bool(set(mode or "r").intersection("wax+"))
 
 
-class _DirectoryListing(contextlib.ExitStack):
+class _DirectoryListing(contextlib.ExitStack, Iterator):
     """The files of a directory as ``os.scandir`` gives them."""
 
     def __init__(self, files: Iterator) -> None:
         super().__init__()
         self._files = files
-
-    def __iter__(self) -> Iterator:
-        return self._files
 
     def __next__(self) -> Any:
         return next(self._files)

@@ -30,9 +30,7 @@ from npu_device._src.replicate.after_import import AfterImport
 from npu_device._src.replicate.main_program import run_main
 from npu_device._src.replicate.wrapped_models import Models
 from npu_device._src.verify import file_shadow
-from npu_device._src.verify.plan import DONE, LOG, PROBLEM, START, PlannedProcess
-
-SEED = 20201
+from npu_device._src.verify.plan import DONE, LOG, PROBLEM, SEED, START, PlannedProcess
 
 _TAIL_LINES = 25
 _MISSING = re.compile("No such file or directory|No files matched pattern")
@@ -46,7 +44,7 @@ class ForkingProcess(ABC):
         current: what this process is now.
     """
 
-    def __init__(self, start: PlannedProcess, script: str) -> None:
+    def __init__(self, start: PlannedProcess) -> None:
         self._recorder: Any = None
         self._models = Models(None)
         self._redirection = file_shadow.Redirection(start.directory)
@@ -110,7 +108,11 @@ class ForkingProcess(ABC):
                     return
                 running[pid] = process
             self.wait(running)
-            _end_all(list(running))
+            # What they leave is on disk, and a loop of the script may go on for hours.
+            for pid in running:
+                # Killed, not asked, since the script's handlers must not write more.
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
         # The script goes on in the other processes, and has only begun here.
         os._exit(0)
 
@@ -152,14 +154,6 @@ def next_end(running: dict[int, PlannedProcess]) -> tuple[PlannedProcess, int] |
     if pid not in running:
         return None
     return running.pop(pid), os.waitstatus_to_exitcode(status)
-
-
-def _end_all(pids: Sequence[int]) -> None:
-    """Kill processes of this one. What they leave is on disk, and a loop of the script may go on for hours."""
-    for pid in pids:
-        # Killed, not asked, since the script's handlers must not write more.
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
 
 
 def run_script(forking: ForkingProcess, words: Sequence[str]) -> None:

@@ -17,16 +17,15 @@ import threading
 import time
 import weakref
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Optional
+from typing import Any, Callable, NamedTuple
 
 import tensorflow as tf
 
 from npu_device._src import compat
 from npu_device._src.cluster.time_limits import SWEEP_SECONDS
 from npu_device._src.cluster.tracebacks import is_user_file
-from npu_device._src.comparison.compare import Record, load
+from npu_device._src.comparison.compare import Record, RecordedStep, load
 from npu_device._src.replicate import main_program
 from npu_device._src.threads import start_thread
 from npu_device._src.verify.plan import DONE, PlannedProcess
@@ -42,8 +41,7 @@ Stack = tuple[str, ...]
 """Lines of the script, innermost first, as ``train.py:26``."""
 
 
-@dataclass(frozen=True)
-class _Fit:
+class _Fit(NamedTuple):
     """A call of ``fit`` that runs."""
 
     model: Any
@@ -66,8 +64,6 @@ class Phases:
         self._fits: list[_Fit] = []
         # Epochs that have ended, by the line that calls ``fit``, which may do so in a loop.
         self._epochs = Counter[Stack]()
-        # Steps of each optimizer that the single process has recorded.
-        self._single_steps: Optional[Counter[str]] = None
         self._is_closed = False
         self._begin = time.monotonic()
         # The times at which the first and the latest step were recorded.
@@ -104,8 +100,8 @@ class Phases:
         model = self._fits[-1].model
         self._optimizers.setdefault(model, set()).add(optimizer)
 
-    def step(self, optimizer: str) -> dict[str, Any] | None:
-        """Count a step. Return what a ``RecordedStep`` tells of its phase; None if it isn't recorded."""
+    def count(self, step: RecordedStep, optimizer: str) -> bool:
+        """Count a step of an optimizer, and let it tell its phase; return True if it is to be recorded."""
         self._totals[optimizer] += 1
         stack = _user_stack()
         # Within ``fit``, the place is the call of the script, not Keras's step.
@@ -115,17 +111,19 @@ class Phases:
         phase = (optimizer, stack)
         # Phases that have begun go on, as the others need as many steps.
         if self._is_closed and phase not in self._steps:
-            return None
+            return False
         self._steps[phase] += 1
         if self._steps[phase] > self._process.steps:
-            return None
+            return False
         self._latest_time = time.monotonic()
         self._first_time = self._first_time or self._latest_time
         # The innermost line and the outermost one tell phases apart for a reader.
         ends = dict.fromkeys([*stack[:1], *stack[-1:]])
         lines = " from ".join(ends)
-        label = f"{self._classes.get(optimizer, optimizer)}, {lines}"
-        return {"optimizer": optimizer, "optimizer_step": self._totals[optimizer], "phase": label}
+        step.optimizer = optimizer
+        step.optimizer_step = self._totals[optimizer]
+        step.phase = f"{self._classes[optimizer]}, {lines}"
+        return True
 
     def end_fit(self) -> Any:
         """End a ``fit`` whose optimizers have made their steps. Return its model; None without one."""
@@ -143,40 +141,34 @@ class Phases:
                 fit.on_cut()
         return fit.model
 
-    def end_epoch(self) -> None:
+    def end_epoch(self, callbacks: Any) -> None:
         """Count an epoch of ``fit`` that ends."""
         if self._fits:
             self._epochs[self._fits[-1].stack] += 1
 
     def _watch(self) -> None:
         """Wait until everything is recorded, and tell the process that waits for this one."""
-        ask = self._is_as_far_as_single
         if self._process.is_single:
-            ask = self._end_by_time
-        is_enough = False
-        while not is_enough:
-            time.sleep(SWEEP_SECONDS)
-            with self._lock:
-                is_enough = ask()
+            self._wait_until(self._end_by_time)
+            self._record.ended_at = next(iter(_user_stack()), "an unknown line")
+            self._record.unreached = _calls_to_reach(self._record.trained_at)
+        else:
+            single = self._process.single.folder
+            # The number of steps is known only once the single process is done.
+            self._wait_until((single / DONE).exists)
+            steps = _steps_of_optimizers(load(single))
+            self._wait_until(lambda: not steps - _steps_of_optimizers(self._record))
         with self._lock:
-            self._is_closed = True
-            if self._process.is_single:
-                self._record.ended_at = next(iter(_user_stack()), "an unknown line")
-                self._record.unreached = _calls_to_reach(self._record.trained_at)
             self._record.save(self._process.folder)
         sys.stdout.flush()
         (self._process.folder / DONE).touch()
 
-    def _is_as_far_as_single(self) -> bool:
-        """Return True if each optimizer has made the steps that the single process has recorded."""
-        single = self._process.single
-        # The number of steps is known only once the single process is done.
-        if self._single_steps is None and (single.folder / DONE).exists():
-            self._single_steps = Counter(step.optimizer for step in load(single.folder).steps)
-        recorded = Counter(step.optimizer for step in self._record.steps)
-        if self._single_steps is None:
-            return False
-        return all(recorded[name] >= count for name, count in self._single_steps.items())
+    def _wait_until(self, ask: Callable[[], bool]) -> None:
+        while True:
+            time.sleep(SWEEP_SECONDS)
+            with self._lock:
+                if ask():
+                    return
 
     def _end_by_time(self) -> bool:
         """Close the phases if their time is over; return True if those that have begun have their steps."""
@@ -188,6 +180,10 @@ class Phases:
         patience = max(self._process.seconds, self._latest_time - self._begin)
         is_idle = time_now - self._latest_time > patience
         return is_idle or min(self._steps.values()) >= self._process.steps
+
+
+def _steps_of_optimizers(record: Record) -> Counter[str]:
+    return Counter(step.optimizer for step in record.steps)
 
 
 def acting_between_epochs(package: Any, callbacks: Any) -> list[str]:
@@ -225,7 +221,7 @@ def _calls_to_reach(reached: set[str]) -> list[str]:
         tree = ast.parse(path.read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError):
         return []
-    missed = []
+    missed = set()
     for call in ast.walk(tree):
         if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
             continue
@@ -233,5 +229,5 @@ def _calls_to_reach(reached: set[str]) -> list[str]:
             # A call may span lines, and a frame shows any of them.
             lines = range(call.lineno, (call.end_lineno or call.lineno) + 1)
             if not reached.intersection(f"{path.name}:{line}" for line in lines):
-                missed.append(call.lineno)
-    return [f"{path.name}:{line}" for line in sorted(set(missed))]
+                missed.add(call.lineno)
+    return [f"{path.name}:{line}" for line in sorted(missed)]

@@ -20,6 +20,11 @@ FAILED = "failed.txt"  # written by the process that waits: how a process failed
 START = "start"
 """The run whose process begins the script, and becomes all others."""
 
+_SINGLE = "one"  # run of the single process
+_PERTURBED = "perturbed"  # run of its twin, whose inputs are changed in their last bit
+
+SEED = 20201  # of all processes
+
 
 @dataclass(frozen=True)
 class PlannedProcess:
@@ -31,13 +36,13 @@ class PlannedProcess:
     replicates: bool = False  # ranks replicate the models of the script
     # Seconds after its first step in which the single process begins further phases.
     seconds: float = 30.0
+    # Numbers of ranks, which ascend. The first is the number that was asked for; all others are tried beside it.
+    sizes: Sequence[int] = ()
     run: str = (
         START  # name of its run: of all its ranks, but one process and its twin have one each
     )
     ranks: int = 1  # number of ranks of its run; 1 for a process without a job
     rank: int = 0
-    # True for the single process's twin, whose inputs are changed in their last bit.
-    is_perturbed: bool = False
 
     @property
     def folder(self) -> Path:
@@ -61,12 +66,16 @@ class PlannedProcess:
     @property
     def single(self) -> PlannedProcess:
         """Return the single process with which ranks are compared."""
-        return replace(self, run="one", ranks=1, rank=0, is_perturbed=False)
+        return replace(self, run=_SINGLE, ranks=1, rank=0)
 
     @property
     def is_single(self) -> bool:
         """Return True for the single process, False for its perturbed twin and for ranks."""
-        return self == self.single
+        return self.run == _SINGLE
+
+    @property
+    def is_perturbed(self) -> bool:
+        return self.run == _PERTURBED
 
     def environment(self) -> dict[str, str]:
         """Return the variables that describe its job to it; the rank table is written once."""
@@ -79,13 +88,10 @@ class PlannedProcess:
             "HCCL_CONNECT_TIMEOUT": "600",
         }
 
-    def runs(self, sizes: Sequence[int]) -> list[list[PlannedProcess]]:
-        """Return the processes that run at a time: one and its perturbed twin, then each number of ranks.
-
-        ``sizes`` ascend. The first is the number that was asked for; all others are tried beside it.
-        """
+    def runs(self) -> list[list[PlannedProcess]]:
+        """Return the processes that run at a time: one and its perturbed twin, then each number of ranks."""
         ranks = [
             [replace(self, run=f"ranks{size}", ranks=size, rank=rank) for rank in range(size)]
-            for size in sizes
+            for size in self.sizes
         ]
-        return [[self.single, replace(self, run="perturbed", is_perturbed=True)], *ranks]
+        return [[self.single, replace(self, run=_PERTURBED)], *ranks]

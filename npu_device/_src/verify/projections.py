@@ -6,6 +6,7 @@ Projections are small, and show by which factor two tensors differ. They are the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -17,15 +18,13 @@ _WIDTH = 1024  # most columns of the matrix as which a tensor is projected
 
 def projected(arrays: Sequence) -> np.ndarray:
     """Return the projections of each array; NaN for one that is NaN."""
-    projections = []
-    for position, array in enumerate(arrays):
-        flat = np.asarray(array, np.float64).ravel()
-        projections.append(_projection(flat, position))
+    projections = [_projection(array, position) for position, array in enumerate(arrays)]
     return np.array(projections).reshape(-1, PROJECTIONS)
 
 
-def _projection(flat: np.ndarray, position: int) -> np.ndarray:
+def _projection(array: Any, position: int) -> np.ndarray:
     """Return the projections of an array on directions that are the same in every process."""
+    flat = np.asarray(array, np.float64).ravel()
     generator = np.random.default_rng([position, flat.size])
     # A tensor is taken as a matrix, which needs random numbers for its rows and columns only.
     width = min(flat.size, _WIDTH) or 1

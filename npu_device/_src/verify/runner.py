@@ -13,9 +13,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from npu_device._src.cluster.time_limits import OTHERS_FAIL_SECONDS, RECORDS_SECONDS
-from npu_device._src.comparison import compare
+from npu_device._src.comparison.compare import load
 from npu_device._src.verify.forking import (
-    SEED,
     ForkingProcess,
     are_done,
     next_end,
@@ -33,11 +32,11 @@ _MOST_TIMES_SLOWER = 10  # ranks than the single process, before they are ended
 class _VerifiedProcess(ForkingProcess):
     """A process of ``npurun verify``."""
 
-    def __init__(self, start: PlannedProcess, sizes: Sequence[int], script: str) -> None:
-        self._runs = start.runs(sizes)
-        self._requested_ranks = sizes[0]
+    def __init__(self, start: PlannedProcess) -> None:
+        self._runs = start.runs()
+        self._requested_ranks = start.sizes[0]
         self._single_seconds = 0.0
-        super().__init__(start, script)
+        super().__init__(start)
 
     def runs(self) -> Iterator[Sequence[PlannedProcess]]:
         return iter(self._runs)
@@ -63,7 +62,7 @@ class _VerifiedProcess(ForkingProcess):
             is_extra = process.ranks > self._requested_ranks
             if code and is_extra and INDIVISIBLE in output_of(process):
                 break
-            if not (compare.exists(process.folder) and compare.load(process.folder).steps):
+            if not load(process.folder).steps:
                 if not is_extra:
                     report_problem(process, how)
                 # What ranks say for which nobody has asked must not hide what the others show.
@@ -81,7 +80,7 @@ class _VerifiedProcess(ForkingProcess):
     def _give_up(self, running: dict[int, PlannedProcess], seconds: float) -> bool:
         """Keep what processes lack that have run too long; return False if they are to be waited for nevertheless."""
         late = [process for process in running.values() if not (process.folder / DONE).exists()]
-        without_steps = [process for process in late if not compare.exists(process.folder)]
+        without_steps = [process for process in late if not load(process.folder).steps]
         ranks = max(process.ranks for process in running.values())
         if without_steps:
             # Ranks for which the user has asked are waited for until ``npurun verify`` ends everything.
@@ -98,7 +97,7 @@ class _VerifiedProcess(ForkingProcess):
     def recorder(self) -> Any:
         from npu_device._src.verify.step_recorder import StepRecorder
 
-        return StepRecorder(self.current, SEED)
+        return StepRecorder(self.current)
 
 
 def _keep_failure(process: PlannedProcess, how: str) -> None:
@@ -107,11 +106,8 @@ def _keep_failure(process: PlannedProcess, how: str) -> None:
 
 def main(arguments: Sequence[str]) -> None:
     """Run a script as all processes, and record their steps."""
-    settings = json.loads(arguments[0])
-    sizes = settings.pop("sizes")
-    start = PlannedProcess(**settings)
-    words = arguments[1:]
-    run_script(_VerifiedProcess(start, sizes, words[0]), words)
+    settings, *words = arguments
+    run_script(_VerifiedProcess(PlannedProcess(**json.loads(settings))), words)
 
 
 if __name__ == "__main__":

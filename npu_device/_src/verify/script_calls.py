@@ -11,7 +11,7 @@ import inspect
 import threading
 import weakref
 import zlib
-from typing import Any, Callable
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -22,7 +22,7 @@ from npu_device._src.collectives.call import user_line
 from npu_device._src.comparison import noise, topics
 from npu_device._src.comparison.compare import Record, RecordedCall, load
 from npu_device._src.training.distribute.synchronized_layers import normalizes_alone
-from npu_device._src.verify.plan import PlannedProcess
+from npu_device._src.verify.plan import SEED, PlannedProcess
 from npu_device._src.verify.wrapping import after, wrap
 
 _DRAWING_CALLS = ("normal", "uniform", "truncated_normal", "categorical", "shuffle")
@@ -32,27 +32,27 @@ _ADAPTED = ("mean", "variance", "bin_boundaries")
 class ScriptCalls:
     """The calls of the script in this process, and its hooks. TensorFlow's are installed at once, and it is seeded."""
 
-    def __init__(
-        self, process: PlannedProcess, seed: int, record: Record, lock: threading.RLock
-    ) -> None:
+    def __init__(self, process: PlannedProcess, record: Record, lock: threading.RLock) -> None:
         self._process = process
-        self._seed = seed
         self._record = record
         self._lock = lock
         self._before_step: list[RecordedCall] = []  # calls since the last step, made or traced
         # The lines that shuffle without a seed, by the dataset.
         self._unseeded = weakref.WeakKeyDictionary[Any, str]()
-        tf.random.set_seed(seed)
-        tf.compat.v1.get_default_graph().seed = seed
-        wrap(tf.Graph, "__init__", after(self._seed_graph))
+        tf.random.set_seed(SEED)
+        tf.compat.v1.get_default_graph().seed = SEED
+        wrap(tf.Graph, "__init__", after(_seed_graph))
         wrap(tf.data.Dataset, "shuffle", self._shuffle)
         for name in _DRAWING_CALLS:
             wrap(tf.random, name, functools.partial(self._drawn, name))
-        wrap(tf.random, "set_seed", self._noting(topics.SEED))
-        wrap(tf.compat.v1, "set_random_seed", self._noting(topics.SEED))
-        wrap(tf.nn, "compute_average_loss", self._noting(topics.AVERAGE_LOSS))
-        wrap(tf, "clip_by_global_norm", self._noting(topics.CLIP))
-        wrap(tf, "clip_by_norm", self._noting(topics.CLIP))
+        for owner, name, topic in (
+            (tf.random, "set_seed", topics.SEED),
+            (tf.compat.v1, "set_random_seed", topics.SEED),
+            (tf.nn, "compute_average_loss", topics.AVERAGE_LOSS),
+            (tf, "clip_by_global_norm", topics.CLIP),
+            (tf, "clip_by_norm", topics.CLIP),
+        ):
+            wrap(owner, name, functools.partial(self._noted, topic))
 
     def wrap_distribute(self, module: Any) -> None:
         """Wrap the calls of this package."""
@@ -62,14 +62,16 @@ class ScriptCalls:
     def wrap_keras(self, keras: Any) -> None:
         """Wrap the layers of a Keras package."""
         wrap(keras.layers.Layer, "add_loss", self._add_loss)
-        wrap(keras.utils, "set_random_seed", self._noting(topics.SEED))
+        wrap(keras.utils, "set_random_seed", functools.partial(self._noted, topics.SEED))
         for _, layer in inspect.getmembers(keras.layers, inspect.isclass):
             if "adapt" in vars(layer):
                 wrap(layer, "adapt", after(self._note_adapted))
         for layer in noise.noisy_layers(keras):
             layer.call = noise.quiet(layer.call, self._note_quiet)
         batch_norm = keras.layers.BatchNormalization
-        batch_norm.call = noise.quiet(batch_norm.call, self._note_batch_norm)
+        batch_norm.call = noise.quiet(
+            batch_norm.call, lambda layer: self.note(topics.BATCH_NORM, detail=layer.name)
+        )
         wrap(batch_norm, "call", self._normalize)
 
     def note(self, topic: str, line: str = "", detail: str = "", outcome: Any = None) -> None:
@@ -87,10 +89,6 @@ class ScriptCalls:
             self._before_step = []
             return calls
 
-    def _noting(self, topic: str) -> Callable:
-        """Return a hook that notes a call on a topic."""
-        return functools.partial(self._noted, topic)
-
     def _noted(self, topic: str, original: Any, *args: Any, **kwargs: Any) -> Any:
         self.note(topic)
         return original(*args, **kwargs)
@@ -101,9 +99,6 @@ class ScriptCalls:
         """Note a layer that would draw random numbers."""
         if compat.draws_numbers(layer):
             self.note(topics.QUIET, detail=layer.name)
-
-    def _note_batch_norm(self, layer: Any) -> None:
-        self.note(topics.BATCH_NORM, detail=layer.name)
 
     def _normalize(self, original: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
         """Note a layer that trains by the samples of one rank, despite ``synchronized=True``."""
@@ -130,10 +125,6 @@ class ScriptCalls:
         self.note(topics.ADAPTED, detail=repr(layer.name), outcome=checksum)
 
     # Data and randomness
-
-    def _seed_graph(self, graph: Any) -> None:
-        if type(graph) is tf.Graph:
-            graph.seed = self._seed
 
     def _shuffle(self, original: Any, dataset: Any, *args: Any, **kwargs: Any) -> Any:
         """Keep the order of a dataset, unless each rank has a seed of its own."""
@@ -171,3 +162,8 @@ class ScriptCalls:
         count = sum(tensor is not None for tensor in tf.nest.flatten(values))
         self.note(topics.ALL_REDUCE, outcome=count)
         return original(values, *args, **kwargs)
+
+
+def _seed_graph(graph: Any) -> None:
+    if type(graph) is tf.Graph:
+        graph.seed = SEED

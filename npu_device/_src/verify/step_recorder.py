@@ -15,7 +15,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any, Callable
 
 import numpy as np
@@ -33,7 +32,7 @@ from npu_device._src.verify.phases import Phases, acting_between_epochs
 from npu_device._src.verify.plan import PlannedProcess
 from npu_device._src.verify.projections import digests_of, projected
 from npu_device._src.verify.script_calls import ScriptCalls
-from npu_device._src.verify.wrapping import ModelCalls, fixing, wrap
+from npu_device._src.verify.wrapping import after, fixing, of_samples, wrap
 from npu_device._src.world.current_step import current_step
 
 _SCOPE = "npu_verify"  # name scope of the operations that record
@@ -48,19 +47,17 @@ class StepRecorder:
     makes a step, that is ``_next_step``. Then come its logs.
     """
 
-    def __init__(self, process: PlannedProcess, seed: int) -> None:
+    def __init__(self, process: PlannedProcess) -> None:
         self._process = process
         self._record = Record()
         self._next_step = RecordedStep()
         self._lock = threading.RLock()
         self._phases = Phases(process, self._record, self._lock)
-        self._calls = ScriptCalls(process, seed, self._record, self._lock)
+        self._calls = ScriptCalls(process, self._record, self._lock)
         self._optimizer_names = weakref.WeakKeyDictionary[Any, str]()
         self._models: list = []
         self._states: dict[str, list] = {}  # untrained variables, by the optimizer's name
-        self._model_calls = ModelCalls()
-        self._optimizer_count = 0
-        self._is_recorded = False  # True if the latest step is recorded
+        self._logs: dict[str, float] = {}  # of the latest step, recorded or not
         atexit.register(self._record.save, process.folder)
         compared_with_one_process.set()
         wrap(tf.GradientTape, "gradient", self._gradient)
@@ -85,7 +82,7 @@ class StepRecorder:
             # The loss scale begins at 1, since a large one overflows in other steps on each rank.
             wrap(owner, name, fixing(initial_scale=1.0))
         model = keras.Model
-        wrap(model, "__call__", self._call_model)
+        wrap(model, "__call__", of_samples(self._call_model))
         wrap(model, "fit", functools.partial(self._fit, keras))
         for name in ("evaluate", "predict"):
             wrap(model, name, functools.partial(self._evaluate, name))
@@ -95,7 +92,7 @@ class StepRecorder:
         wrap(compiled, "compile", fixing(jit_compile=False))
         callbacks = keras.callbacks.CallbackList
         wrap(callbacks, "on_train_batch_end", self._batch_ended)
-        wrap(callbacks, "on_epoch_end", self._epoch_ended)
+        wrap(callbacks, "on_epoch_end", after(self._phases.end_epoch))
 
     def _keep_before(self, tensors: Sequence, keep: Callable[..., None]) -> Any:
         """Call a function with the arrays of tensors, now or when the graph runs; None stands for no gradient.
@@ -164,10 +161,8 @@ class StepRecorder:
         # Optimizers are known by object, since their names repeat. They are numbered by their first step, whose order
         # is the same in all processes.
         with self._lock:
-            if optimizer not in self._optimizer_names:
-                self._optimizer_names[optimizer] = f"optimizer {self._optimizer_count}"
-                self._optimizer_count += 1
-            name = self._optimizer_names[optimizer]
+            count = len(self._record.calls_before)
+            name = self._optimizer_names.setdefault(optimizer, f"optimizer {count}")
             calls = self._record.calls_before.setdefault(name, [])
             calls += [call for call in self._calls.pop() if call not in calls]
             self._phases.entered(name, type(optimizer).__name__)
@@ -177,17 +172,17 @@ class StepRecorder:
         self, optimizer: str, names: Sequence[str], trained: int, *arrays: np.ndarray
     ) -> None:
         """Keep a step of an optimizer, before it: gradients, and values of the variables, the trained ones first."""
-        phase = self._phases.step(optimizer)
-        if phase is not None:
+        step = self._next_step
+        self._next_step = RecordedStep()
+        self._logs = step.logs
+        if self._phases.count(step, optimizer):
             self._record.joined = job.current() is not None
-            gradients = projected(arrays[:trained])
-            weights = projected(arrays[trained:])
-            step = replace(self._next_step, names=names, gradients=gradients, weights=weights)
-            self._record.steps.append(replace(step, **phase))
+            step.names = names
+            step.gradients = projected(arrays[:trained])
+            step.weights = projected(arrays[trained:])
+            self._record.steps.append(step)
             # Saved at each step, since the process may be killed after any.
             self._record.save(self._process.folder)
-        self._is_recorded = phase is not None
-        self._next_step = RecordedStep()
 
     def _gradient(self, original: Any, tape: Any, *args: Any, **kwargs: Any) -> Any:
         gradients = original(tape, *args, **kwargs)
@@ -210,8 +205,6 @@ class StepRecorder:
     # Models
 
     def _call_model(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        if not self._model_calls.hold_samples():
-            return original(model, *args, **kwargs)
         step = current_step()
         if not any(known_model is model for known_model in self._models):
             self._models.append(model)
@@ -233,8 +226,7 @@ class StepRecorder:
         change = functools.partial(noise.changed, by=change_by, seed=self._process.rank)
         if change_by and args:
             args = _with_first(args, change)
-        with self._model_calls.begin():
-            outputs = original(model, *args, **kwargs)
+        outputs = original(model, *args, **kwargs)
         if change_by:
             # Inputs may be whole numbers, which don't change.
             outputs = tf.nest.map_structure(change, outputs)
@@ -256,13 +248,11 @@ class StepRecorder:
         self._next_step.rows.update(digests_of(count, *arrays))
 
     def _batch_ended(self, original: Any, callbacks: Any, batch: Any, logs: Any = None) -> Any:
-        numbers = {}
-        for name, number in (logs or {}).items():
-            if np.ndim(number) == 0:
-                numbers[name] = float(number)
+        logs = logs or {}
+        numbers = {name: float(logs[name]) for name in logs if np.ndim(logs[name]) == 0}
         self._keep_logs(numbers)
         # Metrics with a number per class stay as they are.
-        returned = original(callbacks, batch, {**(logs or {}), **numbers})
+        returned = original(callbacks, batch, {**logs, **numbers})
         model = self._phases.end_fit()
         if model is not None:
             names = {metric.name for metric in training_state.metrics(model)}
@@ -270,15 +260,10 @@ class StepRecorder:
             self._record.metrics |= names - {"loss"}
         return returned
 
-    def _epoch_ended(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        self._phases.end_epoch()
-        return original(*args, **kwargs)
-
     def _keep_logs(self, logs: dict[str, float]) -> None:
         """Keep numbers that the script sees of the latest step."""
         with self._lock:
-            if self._is_recorded:
-                self._record.steps[-1].logs.update(logs)
+            self._logs.update(logs)
 
     def _fit(self, keras: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
         arguments = inspect.signature(original).bind(*args, **kwargs).arguments
@@ -301,10 +286,10 @@ class StepRecorder:
         return original(*args, **kwargs)
 
     def _run(self, original: Any, session: Any, fetches: Any, *args: Any, **kwargs: Any) -> Any:
-        steps = len(self._record.steps)
+        logs = self._logs
         fetched = original(session, fetches, *args, **kwargs)
         # A run that made no step has no logs of one.
-        if len(self._record.steps) > steps:
+        if self._logs is not logs:
             arrays = fetched
             # The keys of the dictionary may be hooks.
             if isinstance(fetched, dict):
@@ -322,14 +307,14 @@ def _states(models: Sequence, trained: Sequence) -> list:
     trained_ids = {id(variable) for variable in trained}
     variables = []
     for model in models:
-        weights = [weight for weight in model.weights if not compat.is_vocabulary(weight)]
+        weights = training_state.weights(model)
         variables += [weight for weight in weights if not weight.trainable]
         variables += training_state.loose_variables(model)
-    states = []
-    for variable in variables:
-        if id(variable) not in trained_ids and tf.as_dtype(variable.dtype).is_floating:
-            states.append(variable)
-    return states
+    return [
+        variable
+        for variable in variables
+        if id(variable) not in trained_ids and tf.as_dtype(variable.dtype).is_floating
+    ]
 
 
 def _tensors(inputs: Any) -> Iterator:

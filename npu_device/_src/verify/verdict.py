@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from npu_device._src.comparison import compare, topics
-from npu_device._src.comparison.compare import Record, RecordedCall
+from npu_device._src.comparison.compare import Deviation, Record, RecordedCall
 from npu_device._src.verify import causes
-from npu_device._src.verify.compared_run import ComparedRun, ComparedStep
+from npu_device._src.verify.compared_run import ComparedRun
 from npu_device._src.verify.plan import FAILED, PlannedProcess
 from npu_device._src.wording import shortened
 
@@ -77,10 +77,9 @@ def judge(runs: Sequence[Sequence[PlannedProcess]]) -> Verdict:
     for processes in runs[1:]:
         size = len(processes)
         failure = _failure(processes)
-        folders = [process.folder for process in processes]
-        records = [compare.load(folder) for folder in folders if compare.exists(folder)]
+        records = [compare.load(process.folder) for process in processes]
         # If the ranks for which the user has asked make no steps, npurun verify has ended already.
-        if sum(bool(record.steps) for record in records) < size:
+        if not all(record.steps for record in records):
             if failure:
                 missed.append(f"{size} ranks: {failure}")
             else:
@@ -136,13 +135,14 @@ def _verdict_on(run: ComparedRun, cause: str, explanation: str, table: list[str]
         code = NOT_COMPARABLE
     if len(_phases(run.single)) > 1:
         explanation = f"in {run.phase}: {explanation}"
-    ratios = {deviation.variable: deviation.ratio for deviation in run.first_deviations()}
+    deviations = run.step.deviations[compare.GRADIENT]
+    ratios = {deviation.variable: deviation.ratio for deviation in deviations}
     return Verdict(code, cause, explanation, table, ranks=run.size, ratios=ratios)
 
 
-def _phases(record: Record) -> dict[str, int]:
+def _phases(record: Record) -> Counter[str]:
     """Return the number of recorded steps of each phase."""
-    return dict(Counter(step.phase for step in record.steps))
+    return Counter(step.phase for step in record.steps)
 
 
 def _sameness(record: Record) -> str:
@@ -214,7 +214,7 @@ def _missed_by_ranks(single: Record, records: Sequence[Record]) -> dict[str, boo
     reached = [_phases(compare.aligned([single, record])[0]) for record in records]
     missed = {}
     for phase, count in _phases(single).items():
-        steps = [of_rank.get(phase, 0) for of_rank in reached]
+        steps = [of_rank[phase] for of_rank in reached]
         if min(steps) < count:
             text = f"{phase}: {len(records)} ranks made {min(steps)} of its {count} steps."
             # A phase that some ranks make and others don't even begin.
@@ -239,21 +239,13 @@ def _notes_of_script(record: Record, replicate: bool) -> list[str]:
     # npurun --replicate gives all ranks a seed.
     if not replicate and not record.of(topics.SEED):
         notes.append(_NO_SEED)
-    quiet_layers = _layers(record.of(topics.QUIET))
-    if quiet_layers:
-        notes.append(_QUIET.format(layers=quiet_layers))
-    layers = _layers(record.of(topics.BATCH_NORM))
-    if layers:
-        notes.append(_NOT_SYNCHRONIZED.format(layers=layers))
-    return notes
+    notes += _note_on_layers(record, topics.QUIET, _QUIET)
+    return notes + _note_on_layers(record, topics.BATCH_NORM, _NOT_SYNCHRONIZED)
 
 
 def _notes_of_run(run: ComparedRun, cause: str) -> list[str]:
     """Return notes on what the ranks do by themselves without a difference that shows."""
-    notes = []
-    layers = _layers(run.ranks[0].of(topics.NORMALIZES_ALONE))
-    if layers:
-        notes.append(_NORMALIZES_ALONE.format(layers=layers))
+    notes = _note_on_layers(run.ranks[0], topics.NORMALIZES_ALONE, _NORMALIZES_ALONE)
     if run.single.uses_horovod and run.read_same_samples() and not run.shuffles_unseeded():
         notes.append(_HOROVOD_SAMPLES)
     lost = run.lost_in_rounding()
@@ -265,12 +257,12 @@ def _notes_of_run(run: ComparedRun, cause: str) -> list[str]:
     return notes
 
 
-def _layers(calls: Sequence[RecordedCall]) -> str:
-    """Return the number and names of the layers in some calls; "" without any."""
-    names = list(dict.fromkeys(call.detail for call in calls))
+def _note_on_layers(record: Record, topic: str, note: str) -> list[str]:
+    """Return a note with the number and names of the layers in calls on a topic; no note without any."""
+    names = list(dict.fromkeys(call.detail for call in record.of(topic)))
     if not names:
-        return ""
-    return f"{len(names)} layer(s) ({shortened(names, 3)})"
+        return []
+    return [note.format(layers=f"{len(names)} layer(s) ({shortened(names, 3)})")]
 
 
 def _table(run: ComparedRun) -> list[str]:
@@ -283,17 +275,16 @@ def _table(run: ComparedRun) -> list[str]:
         if step.number in different:
             samples = "other"
         line = f"{run.size:>5} {step.number:>5} {sum(step.single.rows.values()):>8} {samples:>8}"
-        line += _cell(run, step, compare.GRADIENT)
-        line += _cell(run, step, compare.UPDATE)
+        line += _cell(step.deviations[compare.GRADIENT])
+        line += _cell(step.deviations[compare.UPDATE])
         if has_phases:
             line += f"  {step.single.phase}"
         lines.append(line)
     return lines
 
 
-def _cell(run: ComparedRun, step: ComparedStep, quantity: str) -> str:
-    """Return the largest deviation of a quantity in a step, as a cell of the table."""
-    deviations = run.deviations_in(step.number, quantity)
+def _cell(deviations: Sequence[Deviation]) -> str:
+    """Return the largest of some deviations, as a cell of the table."""
     if not deviations:
         return f"{'same':>12}"
     error = max(deviation.relative_error for deviation in deviations)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator
 from typing import Any, Callable
 
 from npu_device._src import compat
@@ -13,16 +11,14 @@ from npu_device._src.world.current_step import current_step
 
 def wrap(owner: Any, name: str, hook: Callable) -> None:
     """Let a hook be called instead of an attribute of a module or class, with that as its first argument."""
-    setattr(owner, name, _wrapped(getattr(owner, name), hook))
+    original = getattr(owner, name)
 
-
-def _wrapped(original: Callable, hook: Callable) -> Callable:
     @functools.wraps(original)
     @compat.do_not_convert
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         return hook(original, *args, **kwargs)
 
-    return wrapped
+    setattr(owner, name, wrapped)
 
 
 def fixing(**fixed: Any) -> Callable:
@@ -41,23 +37,22 @@ def after(call: Callable[[Any], None]) -> Callable:
     return hook
 
 
-class ModelCalls:
-    """The calls of Keras models that are running, of which some hold samples."""
+def of_samples(hook: Callable) -> Callable:
+    """Return a hook of models' calls, which calls another one for a model that gets samples to train with, unless it is
+    part of such a model.
+    """
+    is_running = False
 
-    def __init__(self) -> None:
-        self._depth = 0  # depth of calls among models that call models
-
-    def hold_samples(self) -> bool:
-        """Return True if a model that is called now gets samples to train with, and isn't part of another model."""
+    def called(original: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal is_running
         step = current_step()
         is_dry_run = step is not None and step.is_dry_run
-        return not self._depth and not is_dry_run and compat.a_tape_records()
-
-    @contextlib.contextmanager
-    def begin(self) -> Iterator[None]:
-        """Let models that are called in the block be parts of the one that is called now."""
-        self._depth += 1
+        if is_running or is_dry_run or not compat.a_tape_records():
+            return original(model, *args, **kwargs)
+        is_running = True
         try:
-            yield
+            return hook(original, model, *args, **kwargs)
         finally:
-            self._depth -= 1
+            is_running = False
+
+    return called
