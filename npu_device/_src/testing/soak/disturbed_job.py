@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     base = Path(options.dir or tempfile.mkdtemp(prefix="npu_soak_"))
     print(f"soak: outputs and results are in {base}", flush=True)
     # The order matters: the undisturbed run shows first whether the script works at all.
-    names = _RUNS
+    names: Sequence[str] = _RUNS
     if options.no_reference:
         names = _RUNS[1:]
     durations = {}
