@@ -53,10 +53,8 @@ def ranks_of(text: str) -> list[int]:
     for span in text.split(",") if text else ():
         start, _, end = span.partition("-")
         numbers = range(int(start), int(end or start) + 1)
-        previous = -1
-        if ranks:
-            previous = ranks[-1]
-        if not numbers or numbers[0] <= previous or numbers[-1] >= MOST_RANKS:
+        ascend = numbers and (not ranks or numbers[0] > ranks[-1])
+        if not ascend or numbers[-1] >= MOST_RANKS:
             raise ValueError("ranks that don't ascend, or too many")
         ranks.extend(numbers)
     return ranks

@@ -220,15 +220,11 @@ def _distributed(original: Any) -> Any:
             """Return the gradients, reduced over all ranks but for those of local sources."""
             nested = original.gradient(self, target, sources, output_gradients, **options)
             gradients = tf.nest.flatten(nested)
-            local = []
             common = []
             for position, source in enumerate(tf.nest.flatten(sources)):
-                if self.npu_is_local(source):
-                    local.append(position)
-                else:
+                if not self.npu_is_local(source):
                     common.append(position)
-            for position in local:
-                if gradients[position] is not None:
+                elif gradients[position] is not None:
                     gradients[position] = weighted(gradients[position], self.npu_local_factor)
             if common:
                 # They are reduced as one list, so that the split strategy sees all of them together.

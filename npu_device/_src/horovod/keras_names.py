@@ -211,13 +211,13 @@ class LearningRateScheduleCallback(tf.keras.callbacks.Callback):
                 "What to do: give the optimizer a number."
             )
         variable = getattr(optimizer, name)
-        backend = compat.session_backend()
-        if new is not None and tf.executing_eagerly():
-            variable.assign(new)
-        elif new is not None:
-            backend.set_value(variable, new)
         if tf.executing_eagerly():
+            if new is not None:
+                variable.assign(new)
             return float(variable.numpy())
+        backend = compat.session_backend()
+        if new is not None:
+            backend.set_value(variable, new)
         return float(backend.get_value(variable))
 
 

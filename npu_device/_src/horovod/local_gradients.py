@@ -129,7 +129,7 @@ class LocalGradients:
         if reducer is not None:
             factor = reducer.factor_for_mean
         # A variable that isn't reached by the loss has no gradient, and nothing is added to its sum.
-        sums: list = [None] * len(gradients)
+        sums = {}
         for position, (gradient, variable) in enumerate(zip(gradients, variables)):
             if gradient is not None:
                 sums[position] = self._sums[id(compat.inner_variable(variable))]
@@ -137,10 +137,9 @@ class LocalGradients:
 
         def last_pass() -> tf.Tensor:
             divisor = self._divisor * factor
-            to_apply: list = [None] * len(sums)
-            for position, total in enumerate(sums):
-                if total is not None:
-                    to_apply[position] = total.read_value() / divisor
+            to_apply: list = [None] * len(gradients)
+            for position, total in sums.items():
+                to_apply[position] = total.read_value() / divisor
             apply(to_apply)
             for total in self._sums.values():
                 # All sums begin anew, also those without a gradient in this step.
@@ -156,10 +155,8 @@ class LocalGradients:
 
     def _make_sums(self, optimizer: Any, variables: Sequence) -> None:
         """Make the variables in which this rank adds up gradients, which checkpoints keep."""
-        without_sum = []
-        for variable in map(compat.inner_variable, variables):
-            if id(variable) not in self._sums:
-                without_sum.append(variable)
+        inner_variables = map(compat.inner_variable, variables)
+        without_sum = [variable for variable in inner_variables if id(variable) not in self._sums]
         if not without_sum:
             return
         # The count is in checkpoints, so that a resumed run updates after the same batch.

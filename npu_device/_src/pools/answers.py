@@ -11,7 +11,7 @@ class Answer(NamedTuple):
     succeeded: bool
     value: Any  # what the function returned, or its traceback
     goes_on: bool = True  # the rank can be called again
-    error: bytes | None = None  # pickled, if the function raised one that can be sent
+    error: bytes = b""  # pickled, if the function raised one that can be sent
 
 
 class RankError(AssertionError):

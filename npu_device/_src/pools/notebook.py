@@ -85,12 +85,11 @@ def call_on_ranks(
 
 def _error_of(answer: Answer) -> Exception | None:
     """Return the error that the function raised on a rank, if it was sent and can be read."""
-    if answer.error is not None:
-        with contextlib.suppress(Exception):
-            error = pickle.loads(answer.error)
-            # The end of a rank must not end the kernel.
-            if isinstance(error, Exception):
-                return error
+    with contextlib.suppress(Exception):
+        error = pickle.loads(answer.error)
+        # The end of a rank must not end the kernel.
+        if isinstance(error, Exception):
+            return error
     return None
 
 

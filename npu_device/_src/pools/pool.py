@@ -45,6 +45,7 @@ class Pool:
     job when the size is 1.
 
     Attributes:
+        processes: those of the ranks.
         has_horovod_variables: the ranks get the variables of Horovod's launcher, too.
         ends_as_scripts: the ranks end as scripts do, with their threads and exit functions; otherwise, at once.
         has_returned: the last call has returned on all ranks.
@@ -69,7 +70,7 @@ class Pool:
             common["TF_USE_LEGACY_KERAS"] = str(int(keras == "2"))
         self._pids: list[int] = []
         self._connections: list[Connection] = []
-        self._processes: list = []
+        self.processes: list = []
         self.has_returned = False
         try:
             _require_memory(size)
@@ -79,7 +80,7 @@ class Pool:
                 Listener(name, family="AF_UNIX", backlog=size) as listener,
             ):
                 arguments = [_WORKER, address, str(directory / "stacks"), f"{self.ends_as_scripts}"]
-                self._processes = self._start(arguments, {**common, **environment})
+                self.processes = self._start(arguments, {**common, **environment})
                 self._accept(listener)
         except BaseException:
             self.close()
@@ -97,9 +98,7 @@ class Pool:
         if self.ends_as_scripts:
             # A temporary file of a script may be its result.
             temporary = tempfile.gettempdir()
-        return [
-            *start_ranks(Path(directory), self.size, arguments, environment, horovod, temporary)
-        ]
+        return start_ranks(Path(directory), self.size, arguments, environment, horovod, temporary)
 
     def _accept(self, listener: Listener) -> None:
         ranks: dict[int, tuple[Connection, int]] = {}
@@ -117,18 +116,13 @@ class Pool:
             except (OSError, EOFError):
                 continue  # no rank yet, or one that ended while it opened its device
         # Sorted by rank, since ranks connect in any order.
-        for rank in range(self.size):
-            connection, pid = ranks[rank]
+        for _, (connection, pid) in sorted(ranks.items()):
             self._connections.append(connection)
             self._pids.append(pid)
 
     @property
     def alive(self) -> bool:
-        return bool(self._processes) and all(process.poll() is None for process in self._processes)
-
-    @property
-    def processes(self) -> list:
-        return list(self._processes)
+        return bool(self.processes) and all(process.poll() is None for process in self.processes)
 
     def run(self, function: Callable, *arguments: Any, timeout: float = 300) -> list:
         """Call ``function(*arguments)`` on every rank; return the results by rank, or raise RankError."""
@@ -192,7 +186,7 @@ class Pool:
             return pickle.loads(self._connections[rank].recv_bytes())
         except (EOFError, OSError):
             with contextlib.suppress(subprocess.TimeoutExpired):
-                code = self._processes[rank].wait(POOL_LOOK_SECONDS)
+                code = self.processes[rank].wait(POOL_LOOK_SECONDS)
                 text = f"its process ended with exit code {code}"
                 if code < 0:
                     text = f"its process was killed by {signal.Signals(-code).name}"
@@ -250,7 +244,7 @@ class Pool:
 
     def tails(self) -> str:
         tails = []
-        for rank, process in enumerate(self._processes):
+        for rank, process in enumerate(self.processes):
             lines = process.output.splitlines()[-_TAIL_LINES:]
             tails.append("\n".join([f"--- output of rank {rank} ---", *lines]))
         return "\n".join(tails)
@@ -260,13 +254,13 @@ class Pool:
             connection.close()
 
     def kill(self) -> None:
-        for process in self._processes:
+        for process in self.processes:
             process.kill()
 
     def close(self) -> None:
         """End the ranks; those that don't end by themselves are killed."""
         self.hang_up()
-        end_all(self._processes, POOL_RELEASE_SECONDS)
+        end_all(self.processes, POOL_RELEASE_SECONDS)
         # A process that a rank has left may be writing there.
         with contextlib.suppress(OSError):
             self._directory.cleanup()

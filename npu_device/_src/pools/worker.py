@@ -96,13 +96,13 @@ def _traceback(error: BaseException) -> str:
     return "".join(traceback.format_exception(type(error), error, frames)).rstrip()
 
 
-def _pickled(error: BaseException) -> bytes | None:
-    """Return an error as bytes; None if it can't be sent."""
+def _pickled(error: BaseException) -> bytes:
+    """Return an error as bytes; none if it can't be sent."""
     # An error of a class of a notebook needs cloudpickle, which has brought the class here.
     pickler: Any = sys.modules.get("cloudpickle", pickle)
     with contextlib.suppress(Exception):
         return pickler.dumps(error)
-    return None
+    return b""
 
 
 def packed(answer: Answer) -> bytes:

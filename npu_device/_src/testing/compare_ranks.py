@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -258,12 +259,7 @@ def _made_by(data: Any) -> list:
 def _without_noise(keras: Any) -> Iterator[None]:
     from npu_device._src.comparison.noise import noisy_layers, quiet
 
-    layers = (*noisy_layers(keras), keras.layers.BatchNormalization)
-    calls = [layer.call for layer in layers]
-    for layer in layers:
-        layer.call = quiet(layer.call)
-    try:
+    with contextlib.ExitStack() as stack:
+        for layer in (*noisy_layers(keras), keras.layers.BatchNormalization):
+            stack.enter_context(mock.patch.object(layer, "call", quiet(layer.call)))
         yield
-    finally:
-        for layer, call in zip(layers, calls):
-            layer.call = call

@@ -29,30 +29,26 @@ def hosts(count: int, gbit: float) -> Iterator[None]:
     with open(Path(tempfile.gettempdir()) / "npu_hosts.lock", "w") as lock:
         # A lock of a file goes with the process, however it ends.
         fcntl.flock(lock, fcntl.LOCK_EX)
-        yield from _set_up(count, gbit)
-
-
-def _set_up(count: int, gbit: float) -> Iterator[None]:
-    # Removed first, since the namespaces of a process that was killed stay.
-    _remove()
-    try:
-        _do("ip", "netns", "add", _SWITCH)
-        _do("ip", "-n", _SWITCH, "link", "add", "switch", "type", "bridge")
-        _do("ip", "-n", _SWITCH, "link", "set", "switch", "up")
-        for host in range(count):
-            namespace = name(host)
-            port = f"port{host}"
-            link = ("link", "add", "eth0", "netns", namespace, "type", "veth")
-            _do("ip", "netns", "add", namespace)
-            _do("ip", *link, "peer", "name", port, "netns", _SWITCH)
-            _do("ip", "-n", _SWITCH, "link", "set", port, "master", "switch", "up")
-            _do("ip", "-n", namespace, "address", "add", f"{address(host)}/24", "dev", "eth0")
-            _do("ip", "-n", namespace, "link", "set", "eth0", "up")
-            _do("ip", "-n", namespace, "link", "set", "lo", "up")
-            set_speed(host, gbit)
-        yield
-    finally:
+        # Removed first, since the namespaces of a process that was killed stay.
         _remove()
+        try:
+            _do("ip", "netns", "add", _SWITCH)
+            _do("ip", "-n", _SWITCH, "link", "add", "switch", "type", "bridge")
+            _do("ip", "-n", _SWITCH, "link", "set", "switch", "up")
+            for host in range(count):
+                namespace = name(host)
+                port = f"port{host}"
+                link = ("link", "add", "eth0", "netns", namespace, "type", "veth")
+                _do("ip", "netns", "add", namespace)
+                _do("ip", *link, "peer", "name", port, "netns", _SWITCH)
+                _do("ip", "-n", _SWITCH, "link", "set", port, "master", "switch", "up")
+                _do("ip", "-n", namespace, "address", "add", f"{address(host)}/24", "dev", "eth0")
+                _do("ip", "-n", namespace, "link", "set", "eth0", "up")
+                _do("ip", "-n", namespace, "link", "set", "lo", "up")
+                set_speed(host, gbit)
+            yield
+        finally:
+            _remove()
 
 
 def address(host: int) -> str:

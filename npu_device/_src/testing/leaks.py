@@ -24,8 +24,14 @@ def held() -> Descriptions:
     for thread in threading.enumerate():
         if not isinstance(thread, threading._DummyThread):
             holdings[f"thread {id(thread)}"] = thread.name
-    for descriptor, path in _descriptors().items():
-        holdings[f"descriptor {descriptor}"] = path
+    # TensorFlow 2.15 keeps this file open from when it makes its devices; 2.20 doesn't.
+    kept_by_tensorflow = f"/proc/{os.getpid()}/cmdline"
+    for descriptor in os.listdir("/proc/self/fd"):
+        # The listing's own descriptor is closed by now.
+        with contextlib.suppress(OSError):
+            path = os.readlink(f"/proc/self/fd/{descriptor}")
+            if path != kept_by_tensorflow:
+                holdings[f"descriptor {descriptor}"] = path
     for pid, command in children_of("self").items():
         holdings[f"process {pid}"] = command or "ended, and nobody has waited for it"
     return holdings
@@ -51,19 +57,6 @@ def left_since(start: Descriptions, allowed: Callable[[], Container[str]]) -> li
         gc.collect()
         time.sleep(SWEEP_SECONDS)
     return leaks
-
-
-def _descriptors() -> dict[int, str]:
-    descriptors = {}
-    # TensorFlow 2.15 keeps this file open from when it makes its devices; 2.20 doesn't.
-    kept_by_tensorflow = f"/proc/{os.getpid()}/cmdline"
-    for descriptor in os.listdir("/proc/self/fd"):
-        # The listing's own descriptor is closed by now.
-        with contextlib.suppress(OSError):
-            path = os.readlink(f"/proc/self/fd/{descriptor}")
-            if path != kept_by_tensorflow:
-                descriptors[int(descriptor)] = path
-    return descriptors
 
 
 def children_of(pid: int | str) -> dict[int, str]:

@@ -221,19 +221,17 @@ class TellMeStepOrLossHook(tf.compat.v1.train.SessionRunHook):
             "LOSS_NOW": loss,
             "TARGET_LOSS": final_loss,
         }
-        self._tensors = {}
-        self._constants = {}
-        for name, reading in variables.items():
-            if tf.is_tensor(reading):
-                self._tensors[name] = reading
-            elif reading is not None:
-                self._constants[name] = reading
+        self._readings = {
+            name: variables[name] for name in variables if variables[name] is not None
+        }
 
     def before_run(self, run_context: Any) -> Any:
-        return tf.compat.v1.train.SessionRunArgs(self._tensors)
+        readings = self._readings.items()
+        tensors = {name: reading for name, reading in readings if tf.is_tensor(reading)}
+        return tf.compat.v1.train.SessionRunArgs(tensors)
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
-        for name, reading in {**self._constants, **run_values.results}.items():
+        for name, reading in {**self._readings, **run_values.results}.items():
             os.environ[name] = str(reading)
 
 

@@ -175,22 +175,19 @@ def _comes_from(tensor: Any, reduced: set[int], samples: set[int]) -> bool:
         if id(node) in reduced:
             return []
         if node.dtype == tf.resource:
-            setters = [user for user in node.consumers() if not user.type.startswith(_READERS)]
-            return [setter.inputs[1] for setter in setters]
+            return [setter.inputs[1] for setter in _setters(node)]
         # The samples may come from outside of the graph only as its inputs.
         return list(node.op.inputs)
 
     for node in compat.walk([tensor], sources):
         if id(node) in reduced:
             has_reduced = True
-            continue
-        if id(node) in samples:
+        elif id(node) in samples:
             return False
-        if node.dtype == tf.resource:
-            is_known = _is_only_assigned(node)
-        else:
-            is_known = not node.op.type.startswith(_OUTSIDE_SOURCES)
-        if not is_known:
+        elif node.dtype == tf.resource:
+            if not _is_only_assigned(node):
+                return False
+        elif node.op.type.startswith(_OUTSIDE_SOURCES):
             return False
     return has_reduced
 
@@ -202,5 +199,8 @@ def _is_only_assigned(handle: tf.Tensor) -> bool:
         # In a branch or a loop, what is outside may set the variable.
         return False
     # A value from before the graph runs doesn't come from the samples of this step.
-    setters = [user for user in handle.consumers() if not user.type.startswith(_READERS)]
-    return all(setter.type.startswith("Assign") for setter in setters)
+    return all(setter.type.startswith("Assign") for setter in _setters(handle))
+
+
+def _setters(handle: tf.Tensor) -> list[tf.Operation]:
+    return [user for user in handle.consumers() if not user.type.startswith(_READERS)]

@@ -57,9 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     base = Path(options.dir or tempfile.mkdtemp(prefix="npu_soak_"))
     print(f"soak: outputs and results are in {base}", flush=True)
     # The order matters: the undisturbed run shows first whether the script works at all.
-    names = list(_RUNS)
+    names: Sequence[str] = _RUNS
     if options.no_reference:
-        names.remove("undisturbed")
+        names = _RUNS[1:]
     durations = {}
     for name in names:
         directory = base / name
@@ -235,14 +235,11 @@ def _table(disturbances: Sequence[Disturbance]) -> str:
 def _by_fault(disturbances: Sequence[Disturbance]) -> str:
     lines = ["soak: fault       ended an attempt    ridden out"]
     for fault in dict.fromkeys(disturbance.fault for disturbance in disturbances):
-        ended = []
-        ridden_out = []
+        by_end: dict[bool, list] = {True: [], False: []}
         for disturbance in disturbances:
-            if disturbance.fault == fault and disturbance.has_ended:
-                ended.append(disturbance)
-            elif disturbance.fault == fault:
-                ridden_out.append(disturbance)
-        lines.append(f"soak: {fault:10}  {_counted(ended):18}  {_counted(ridden_out)}")
+            if disturbance.fault == fault:
+                by_end[disturbance.has_ended].append(disturbance)
+        lines.append(f"soak: {fault:10}  {_counted(by_end[True]):18}  {_counted(by_end[False])}")
     return "\n".join(lines)
 
 

@@ -48,18 +48,17 @@ class Launchers(ExitStack):
     def change(self, change: str, share: float) -> int:
         """Let a node leave or join, that at a share of those that can; return it. ProcessLookupError if none can."""
         running = self.pids
+        leaves = change == "leave"
         # Node 0 leads the job.
-        nodes = [node for node in self._processes if node in running and node > 0]
-        if change == "join":
-            nodes = [node for node in self._processes if node not in running and node > 0]
+        nodes = [node for node in self._processes if node > 0 and (node in running) == leaves]
         if not nodes:
             raise ProcessLookupError
         node = nodes[int(share * len(nodes))]
         self._free.add(node)
-        if change == "join":
-            self._start(node)
-        else:
+        if leaves:
             self._processes[node].send_signal(signal.SIGTERM)
+        else:
+            self._start(node)
         return node
 
     def wait(self) -> int:
