@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import re
 import statistics
 import time
 import zlib
@@ -20,8 +21,9 @@ from npu_device._src.wording import counted
 from npu_device._src.world.world import World
 
 _log = logging.getLogger("npu_device")
-# Attributes of operations that set only an order, or say where they were built.
-_NOT_COMPARED = ("metadata", "config", "config_proto", "seed", "seed2")
+_TABLE_NUMBER = re.compile(r"\d{9,}$")  # number that TensorFlow draws for the name of a table
+# Digits after the name of a function count the functions that were traced before it.
+_DIGITS = "0123456789"
 _USES = {"train": "training", "test": "validation", "predict": "prediction"}
 
 
@@ -159,15 +161,22 @@ def _without_seeds(graph: Any) -> Any:
             if node.op == "Const" and (node.name in states or sets_order):
                 node.attr["value"].Clear()
             node.device = ""
-            # Names of tables have numbers that TensorFlow draws, and those of functions count what was traced before.
-            node.name = ""
-            node.ClearField("input")
-            for name, attribute in list(node.attr.items()):
-                names_functions = attribute.HasField("func") or attribute.list.func
-                if name in _NOT_COMPARED or names_functions:
-                    del node.attr[name]
+            for name in ("metadata", "config", "config_proto"):
+                node.attr.pop(name, None)
+            node.name = _TABLE_NUMBER.sub("", node.name)
+            node.input[:] = [_TABLE_NUMBER.sub("", name) for name in node.input]
+            for attribute in node.attr.values():
+                functions = list(attribute.list.func)
+                if attribute.HasField("func"):
+                    functions = [attribute.func]
+                for function in functions:
+                    function.name = function.name.rstrip(_DIGITS)
+        for node in seeded:
+            for name in ("seed", "seed2"):
+                if name in node.attr:
+                    node.attr[name].i = 0
     for function in graph.library.function:
-        function.signature.name = ""
+        function.signature.name = function.signature.name.rstrip(_DIGITS)
     return graph
 
 
