@@ -40,6 +40,8 @@ class Models:
 
     def __init__(self, seed: int | None) -> None:
         self._seed = seed
+        # Keras's methods, by the Model class.
+        self._keras_methods: dict[type, dict[str, Callable]] = {}
         self._methods = weakref.WeakKeyDictionary[Any, dict[str, Any]]()
         # Models by their ids.
         self._models = weakref.WeakValueDictionary[int, Any]()
@@ -64,8 +66,10 @@ class Models:
 
         for name in names.intersection(KERAS_PACKAGES):
             keras = sys.modules[name]
-            for method in _OF_MODELS:
-                setattr(keras.Model, method, self._method(getattr(keras.Model, method)))
+            originals = {method: getattr(keras.Model, method) for method in _OF_MODELS}
+            self._keras_methods[keras.Model] = originals
+            for method, original in originals.items():
+                setattr(keras.Model, method, self._method(original))
             for owner, method in compat.gradient_entries(keras):
                 setattr(owner, method, self._by_hand(getattr(owner, method)))
             keras.Model.__new__ = staticmethod(functools.partial(self._new, keras.Model.__new__))
@@ -152,14 +156,16 @@ class Models:
     def _replicated(self, model: Any) -> dict[str, Any]:
         """Replicate a model, unless it is, and return what then stands for Keras's methods."""
         if model not in self._methods:
-            from npu_device._src import compat
             from npu_device._src.training.fit.replica import replicate
 
-            keras_model = compat.keras_of(model).Model
+            methods = next(
+                candidates
+                for owner, candidates in self._keras_methods.items()
+                if isinstance(model, owner)
+            )
             for name in _TRAIN:
-                original = getattr(keras_model, name).__wrapped__
                 # Keras's own ``__setattr__`` is bypassed, since it tracks what is to be saved.
-                object.__setattr__(model, name, MethodType(original, model))
+                object.__setattr__(model, name, MethodType(methods[name], model))
             replicate(model)
             # On the model, the methods would hide the methods of a subclass, which call Keras's by ``super``.
             self._methods[model] = {name: vars(model).pop(name) for name in _TRAIN}
