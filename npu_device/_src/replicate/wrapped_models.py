@@ -66,7 +66,7 @@ class Models:
             keras = sys.modules[name]
             for method in _OF_MODELS:
                 setattr(keras.Model, method, self._method(getattr(keras.Model, method)))
-            for owner, method in compat.gradient_entries(keras):
+            for owner, method in compat.gradient_methods(keras):
                 setattr(owner, method, self._by_hand(getattr(owner, method)))
             keras.Model.__new__ = staticmethod(functools.partial(self._new, keras.Model.__new__))
 
