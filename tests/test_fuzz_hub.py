@@ -355,7 +355,7 @@ def test_frames_of_any_bytes(pieces: list[bytes], size: int) -> None:
     with contextlib.suppress(frames.FrameError):
         for first in range(0, len(data), size):
             reader.add(data[first : first + size])
-            while (message := reader.next()) is not None:
+            while (message := reader.next_message()) is not None:
                 assert isinstance(message, dict)
 
 

@@ -130,7 +130,9 @@ def test_interface_that_a_rank_announces(
 
 
 def test_the_loopback_is_announced_only_if_nothing_else_fits(tmp_path: Path) -> None:
-    other = next((name for name, address in interfaces._ipv4() if not address.is_loopback), None)
+    other = next(
+        (name for name, address in interfaces._ipv4_interfaces() if not address.is_loopback), None
+    )
     if other is None:
         pytest.skip("this host has no other interface")
     choices = (f"={other}", f"={other},", f"lo,{other}", "^docker9,", "^=docker9")

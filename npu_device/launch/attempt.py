@@ -37,8 +37,8 @@ _OTHER_SCHEMES = (
     "CM_WORKER_IP",
     "TF_CONFIG",
 )
-# What only ranks of a job have: one that starts npurun starts another job, with copies of its own.
-_OF_A_RANK = (
+# A rank may itself start npurun. That is a different job, for which these would be wrong.
+_VARIABLES_OF_A_RANK = (
     environment.NPU_DEVICE_RANK_PROCESS.name,
     environment.NPU_DEVICE_MEMORY_COPIES.name,
     *environment.HOROVOD_OF_A_RANK,
@@ -140,7 +140,7 @@ class Attempt:
         """Return the whole environment of a rank, in which the launcher sets what Ascend's launch scripts do."""
         options = self._options
         variables = dict(os.environ)
-        for name in (*_OTHER_SCHEMES, *_OF_A_RANK):
+        for name in (*_OTHER_SCHEMES, *_VARIABLES_OF_A_RANK):
             variables.pop(name, None)
         # Only the node of rank 0 reports the step, and is asked to end for other nodes.
         progress_file = ""

@@ -29,7 +29,7 @@ RANK_BYTES = 2 << 30  # memory of a rank with TensorFlow and a small model
 _FOR_RANKS = {
     "NPU_DEVICE_STATEMENT": "off",
     "NPU_DEVICE_LAUNCHER": "off",
-    # Several processes share a GPU.
+    # Otherwise, the first of the processes that share a GPU would take all of its memory.
     "TF_FORCE_GPU_ALLOW_GROWTH": "true",
 }
 _NOT_OF_JOBS = ("NPU_DEVICE_", "TF_", "CUDA_", "NVIDIA_", "GRPC_", "MALLOC_", "no_")

@@ -117,7 +117,7 @@ def _measure(options: argparse.Namespace, setups: Sequence[Setup], directory: Pa
     try:
         problem = script_runs.run(_RUNNER, start, options, start.seconds + _END_SECONDS)
     except subprocess.TimeoutExpired:
-        # The runs end by themselves in time, unless one hangs.
+        # A run hangs. The runs that finished before it are evaluated all the same.
         pass
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT

@@ -73,7 +73,7 @@ class Host:
     node: int
     client: Sequence[str]  # command line
     connection: Connection | None = None
-    starts: int = 0
+    start_count: int = 0
     is_running: bool = False  # npurun has reported that it runs there
     attempt: int | None = None  # number of the newest attempt that has begun there
     end: Report | None = None  # the newest report that npurun ends there, or that the host does
@@ -156,7 +156,7 @@ class LaunchedHosts:
         return any(host.connection or host.retry_at is not None for host in self._hosts)
 
     def _start(self, host: Host) -> None:
-        host.starts += 1
+        host.start_count += 1
         host.retry_at = None
         # Each host is a node, and must not start further hosts.
         options = dataclasses.replace(self._options, hosts=(), node_rank=host.node)
@@ -168,7 +168,7 @@ class LaunchedHosts:
         }
         name = f"{self._job}-node{host.node}"
         host.connection = Connection(
-            host.client, name, host.starts, host.node, self._console, self._events
+            host.client, name, host.start_count, host.node, self._console, self._events
         )
         # The secret is in the order, since everybody can read command lines.
         host.connection.tell(json.dumps(order))
@@ -253,7 +253,7 @@ class LaunchedHosts:
         # A new npurun counts its attempts from what it is told.
         host.attempt = None
         # The shell there has failed, not ssh: a folder or Python is missing, and will be.
-        is_misplaced = not was_running and host.starts == 1 and code < 128
+        is_misplaced = not was_running and host.start_count == 1 and code < 128
         is_over = (
             self._signal is not None
             or self._verdict is not None

@@ -25,7 +25,7 @@ class Membership:
     # Addresses or names of the chief's host, in the order in which they are tried.
     chief_hosts: tuple[str, ...]
     chief_port: int  # port on which the hub listens there
-    # The name of the job.
+    # The hub refuses the ranks of a different job.
     job_id: str = field(default_factory=environment.JOB_ID.get)
     connect_timeout: float = field(default_factory=environment.HCCL_CONNECT_TIMEOUT.get)
     # Host of each rank if the scheme names it, else empty; for messages.

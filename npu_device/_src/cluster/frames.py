@@ -65,7 +65,7 @@ class Reader:
     def add(self, received: bytes) -> None:
         self._buffer += received
 
-    def next(self) -> Message | None:
+    def next_message(self) -> Message | None:
         """Return the next whole message, None while it is incomplete; FrameError if it is too long, or no object."""
         if len(self._buffer) < _HEADER.size:
             return None
@@ -88,7 +88,7 @@ class Reader:
     def messages(self, connection: socket.socket) -> Iterator[Message]:
         """Iterate over the messages of a connection until the other side has closed it."""
         while True:
-            while (message := self.next()) is not None:
+            while (message := self.next_message()) is not None:
                 yield message
             received = connection.recv(1 << 18)
             if not received:

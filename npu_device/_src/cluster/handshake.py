@@ -58,7 +58,7 @@ class TimedConnection:
         until = time.monotonic() + seconds
         while True:
             try:
-                message = self.reader.next()
+                message = self.reader.next_message()
             except frames.FrameError:
                 raise AttemptFailedError(ANOTHER_PROGRAM) from None
             if message is not None:

@@ -145,7 +145,7 @@ class Hub:
         try:
             # Handling a message may close the connection, or make the message the last one that is read.
             while client.socket in self._clients and not client.is_ending:
-                if (message := client.reader.next()) is None:
+                if (message := client.reader.next_message()) is None:
                     return
                 self._handle(client, message)
         except frames.FrameError as error:

@@ -220,17 +220,19 @@ def compare(
         tolerance = _tolerance(single, step)
         gradients = Triple(*(recorded.gradients for recorded in steps))
         changes = _changes(gradients)
-        allowed = tolerance + _rounding_of_most(changes, tolerance)
+        allowed_gradient_errors = tolerance + _rounding_of_most(changes, tolerance)
         updates = Triple(*(record.update(index) for record in records))
         # Optimizers such as Adam turn a gradient that is rounding into an update of full size.
-        allowed_updates = tolerance + TIMES_ROUNDING * changes
-        allowed_updates += _rounding_of_most(_changes(updates), tolerance)
+        allowed_update_errors = tolerance + TIMES_ROUNDING * changes
+        allowed_update_errors += _rounding_of_most(_changes(updates), tolerance)
         # An update is what is left when rounded weights are subtracted.
-        absolute = _ROUNDINGS * np.linalg.norm(step.weights[:trained], axis=1)
+        absolute_errors = _ROUNDINGS * np.linalg.norm(step.weights[:trained], axis=1)
         states = Triple(*(recorded.weights[trained:] for recorded in steps))
         yield {
-            GRADIENT: _deviations(step.trained_names, gradients, allowed),
-            UPDATE: _deviations(step.trained_names, updates, allowed_updates, absolute),
+            GRADIENT: _deviations(step.trained_names, gradients, allowed_gradient_errors),
+            UPDATE: _deviations(
+                step.trained_names, updates, allowed_update_errors, absolute_errors
+            ),
             STATE: _deviations(step.names[trained:], states, tolerance),
         }
 

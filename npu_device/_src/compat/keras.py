@@ -336,7 +336,7 @@ def optimizer_variables(optimizer: Any, weights: Any) -> list:
     return [candidate for candidate in candidates if hasattr(candidate, "assign")]
 
 
-def gradient_entries(keras: Any) -> list[tuple[Any, str]]:
+def gradient_methods(keras: Any) -> list[tuple[Any, str]]:
     """Return the methods, as class and name, through which gradients enter an optimizer after their reduction."""
     optimizers = keras.optimizers
     if is_keras_3(keras):
@@ -345,7 +345,7 @@ def gradient_entries(keras: Any) -> list[tuple[Any, str]]:
     return [(base, "apply_gradients"), (optimizers.legacy.Optimizer, "apply_gradients")]
 
 
-def loss_scale_entries(keras: Any) -> list[tuple[Any, str]]:
+def loss_scale_methods(keras: Any) -> list[tuple[Any, str]]:
     """Return the methods, as class and name, that take the initial scale of a loss-scale optimizer."""
     loss_scale_class = keras.mixed_precision.LossScaleOptimizer
     if is_keras_3(keras):
@@ -381,7 +381,7 @@ def computes_gradients_as_keras(optimizer: Any) -> bool:
 def gradients_and_variables(
     optimizer: Any, gradients: Any, variables: Any = None
 ) -> list[tuple[Any, Any]]:
-    """Return pairs from the arguments of one of the ``gradient_entries``.
+    """Return pairs from the arguments of one of the ``gradient_methods``.
 
     The methods of tf-keras are given pairs as ``gradients``, and Keras 3's are given gradients and variables.
     """

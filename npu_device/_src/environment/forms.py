@@ -120,7 +120,7 @@ def one_of(*texts: str, spelled: Callable[[str], str] = str, note: str = "") -> 
 
 def split(text: str) -> str | tuple[int, ...] | tuple[float, ...]:
     """Parse numbers as ``set_split_strategy_by_idx`` takes them, percentages (floats), or ``auto``, which is gone."""
-    # This old value stays as it is: its reader explains what to do instead.
+    # Accepted, though it has no effect: the split strategy then warns, with the remedy.
     if text == "auto":
         return text
     words = text.strip("[]").split(",")

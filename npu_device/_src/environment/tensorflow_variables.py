@@ -17,14 +17,14 @@ TF_CONFIG = optional(
 )
 TF_NUM_INTRAOP_THREADS = optional(TEXT, _THREADS, "threads")
 TF_NUM_INTEROP_THREADS = optional(TEXT, _THREADS, "threads")
-_RETRY_POLICY = (
+_SERVICE_CONFIG = (
     '{"methodConfig":[{"name":[{"service":"tensorflow.WorkerService","method":"MarkRecvFinished"}],"retryPolicy":'
     '{"maxAttempts":2,"initialBackoff":"86400s","maxBackoff":"86400s","backoffMultiplier":1,'
     '"retryableStatusCodes":["UNAVAILABLE"]}}]}'
 )
-# gRPC takes a comma for the end of the option.
-_WITHOUT_COMMAS = _RETRY_POLICY.replace(",", r"\054")
-_SERVICE_CONFIG = _WITHOUT_COMMAS.replace('"', r"\"")
+# TensorFlow splits its options at each comma, and then replaces the escapes in a quoted one.
+_CONFIG_WITHOUT_COMMAS = _SERVICE_CONFIG.replace(",", r"\054")
+_ESCAPED_CONFIG = _CONFIG_WITHOUT_COMMAS.replace('"', r"\"")
 GRPC_MAX_RETRIES = Variable(
     forms.integer(0),
     10,
@@ -34,7 +34,7 @@ GRPC_MAX_RETRIES = Variable(
 TF_GRPC_DEFAULT_OPTIONS = Variable(
     TEXT,
     "grpc.http2.bdp_probe=0,grpc.http2.lookahead_bytes=16777216,"
-    f'grpc.min_reconnect_backoff_ms=86400000,grpc.service_config="{_SERVICE_CONFIG}"',
+    f'grpc.min_reconnect_backoff_ms=86400000,grpc.service_config="{_ESCAPED_CONFIG}"',
     "options of TensorFlow's connections to other ranks: how many bytes a rank accepts before it has read them (gRPC's "
     "own estimate is too low), how long a connection may take (until a stopped rank goes on), and that gRPC holds a "
     "failed `MarkRecvFinished`: TensorFlow may crash if it repeats that. Your own value replaces this one, so keep "

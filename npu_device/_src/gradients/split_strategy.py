@@ -23,8 +23,8 @@ _CLOSE = np.float32(1e-6)
 _DEFAULT_PERCENTAGE = 96.54
 
 _log = logging.getLogger("npu_device")
-_IDX = "idxList"
-_SIZE = "dataSizeList"
+_INDEX_PARAMETER = "idxList"
+_SIZE_PARAMETER = "dataSizeList"
 _strategies: dict[tuple[str, str], list] = {}
 """By parameter and group: what the script has set."""
 # Shorter lists are metrics and the like, not a model's gradients; they need no message.
@@ -49,7 +49,7 @@ def set_by_idx(idxList: Any, group: str = WORLD_GROUP) -> None:
     >>> set_by_idx([20, 100, 159])  # 160 gradients: 0 to 20, 21 to 100, 101 to 159
     """
     check_group_name(group)
-    _check_list(_IDX, idxList)
+    _check_list(_INDEX_PARAMETER, idxList)
     for position, index in enumerate(idxList):
         if not isinstance(index, int) or not 0 <= index <= _MAX_INDEX:
             raise ValueError(
@@ -59,7 +59,7 @@ def set_by_idx(idxList: Any, group: str = WORLD_GROUP) -> None:
             raise ValueError(
                 f"idxList[{position}] is {index}, after {idxList[position - 1]}; expected numbers that ascend strictly"
             )
-    _store(_IDX, list(idxList), group)
+    _store(_INDEX_PARAMETER, list(idxList), group)
 
 
 def set_by_size(dataSizeList: Any, group: str = WORLD_GROUP) -> None:
@@ -77,7 +77,7 @@ def set_by_size(dataSizeList: Any, group: str = WORLD_GROUP) -> None:
     >>> set_by_size([60, 20, 20])
     """
     check_group_name(group)
-    _check_list(_SIZE, dataSizeList)
+    _check_list(_SIZE_PARAMETER, dataSizeList)
     for position, size in enumerate(dataSizeList):
         if not isinstance(size, (int, float)) or not size >= 0:
             raise ValueError(
@@ -88,7 +88,7 @@ def set_by_size(dataSizeList: Any, group: str = WORLD_GROUP) -> None:
             f"dataSizeList {dataSizeList} sums to {sum(dataSizeList)!r}; expected exactly 100 (per cent). Where "
             "fractions don't add up exactly, let the last entry take the rest: [33.3, 33.3, 33.4]."
         )
-    _store(_SIZE, list(dataSizeList), group)
+    _store(_SIZE_PARAMETER, list(dataSizeList), group)
 
 
 def segments(sizes: Sequence[int], group: str) -> list[int]:
@@ -102,19 +102,20 @@ def segments(sizes: Sequence[int], group: str) -> list[int]:
     # A metric or a loss is reduced alone, and a strategy for a model's gradients doesn't fit it.
     if end == 0:
         return [0]
-    by_idx = _strategies.get((_IDX, group))
-    if by_idx is not None and by_idx[-1] != end:
+    by_index = _strategies.get((_INDEX_PARAMETER, group))
+    if by_index is not None and by_index[-1] != end:
         raise ValueError(
-            f"the split strategy idxList={by_idx} of group {group!r} doesn't fit the gradients: its last entry is "
-            f"{by_idx[-1]}; expected {end}, the number of gradients of one dtype ({len(sizes)}) less one.\n"
+            f"the split strategy idxList={by_index} of group {group!r} doesn't fit the gradients: "
+            f"its last entry is {by_index[-1]}; expected {end}, the number of gradients of one "
+            f"dtype ({len(sizes)}) less one.\n"
             f"What to do: end idxList with {end}, which the log line with 'segment result' shows when no idxList is "
             "set; or pass fusion=0 or fusion=2 when these aren't the gradients that the strategy is meant for."
         )
-    by_size = _strategies.get((_SIZE, group))
+    by_size = _strategies.get((_SIZE_PARAMETER, group))
     if by_size is not None:
         return cut_by_size(sizes, by_size)
-    if by_idx is not None:
-        return list(by_idx)
+    if by_index is not None:
+        return list(by_index)
     ends = _cut_by_environment(sizes, group)
     if ends is not None:
         return ends

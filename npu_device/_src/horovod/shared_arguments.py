@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-# A mean doesn't depend on where it is divided, and the split strategy groups the gradients.
+# ``gradient_predivide_factor`` only moves a part of the division of a mean. ``num_groups`` and
+# ``groups`` have no effect, because the split strategy decides what is reduced together.
 _IGNORED = (
     "name device device_dense device_sparse ignore_name_scope inplace session process_set "
     "gradient_predivide_factor use_locking num_groups groups scale_local_gradients"

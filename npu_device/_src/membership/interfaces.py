@@ -34,8 +34,10 @@ def announced_address() -> str | None:
     if announced is not None or names is None:
         return announced
     # A link-local address means nothing without the interface, which other hosts name differently.
-    global_ipv6 = [(name, address) for name, address in _ipv6() if not address.is_link_local]
-    interfaces = _ipv4() + global_ipv6
+    global_ipv6 = [
+        (name, address) for name, address in _ipv6_interfaces() if not address.is_link_local
+    ]
+    interfaces = _ipv4_interfaces() + global_ipv6
     # Addresses of the loopback come last: one of them is announced only if there is no other.
     for name, address in sorted(interfaces, key=lambda pair: pair[1].is_loopback):
         if _is_allowed(name, names):
@@ -76,7 +78,7 @@ def interface_of(address: str) -> str | None:
         parsed_address = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
         return None
-    interfaces = _ipv4() + _ipv6()
+    interfaces = _ipv4_interfaces() + _ipv6_interfaces()
     # Addresses are compared by value, as one IPv6 address has several spellings.
     return next(
         (name for name, interface_address in interfaces if interface_address == parsed_address),
@@ -96,7 +98,7 @@ def speed_of(interface: str) -> float | None:
     return megabits * 1e6
 
 
-def _ipv4() -> _Interfaces:
+def _ipv4_interfaces() -> _Interfaces:
     space = array.array("B", bytes(_IFREQ.size * _MOST_ADDRESSES))
     begin, length = space.buffer_info()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
@@ -109,7 +111,7 @@ def _ipv4() -> _Interfaces:
     return interfaces
 
 
-def _ipv6() -> _Interfaces:
+def _ipv6_interfaces() -> _Interfaces:
     interfaces: _Interfaces = []
     # A host without IPv6 lacks this file.
     with contextlib.suppress(OSError):

@@ -42,7 +42,8 @@ def _restorer() -> Callable[[], None]:
         random.setstate(python_random)
         np.random.set_state(numpy_random)
         tf.random.set_seed(None)
-        # Otherwise, the same seed would do nothing in the next call, and another one would be an error.
+        # Otherwise, the next call couldn't set a seed: the same one would have no effect, and a
+        # different one would be an error.
         device.forget_seed()
         tf.config.run_functions_eagerly(False)
         for keras, floatx, image_format, policy in settings:

@@ -109,7 +109,7 @@ def _replicate_trained(port: Port, call: Any) -> None:
             # Several models may have the name, or it isn't this function's to assign.
             _replicate(port, call, model, after=False)
     elif trainee is _Trainee.UNKNOWN:
-        # A name that is compiled elsewhere is a model.
+        # The name is a model if it is replicated elsewhere, or if only Keras has such a call.
         if dotted(model) and (port.is_replicated(model) or _looks_like_training(call)):
             _replicate(port, call, model, after=False)
         else:

@@ -70,7 +70,7 @@ class Models:
             self._keras_methods[keras.Model] = originals
             for method, original in originals.items():
                 setattr(keras.Model, method, self._method(original))
-            for owner, method in compat.gradient_entries(keras):
+            for owner, method in compat.gradient_methods(keras):
                 setattr(owner, method, self._by_hand(getattr(owner, method)))
             keras.Model.__new__ = staticmethod(functools.partial(self._new, keras.Model.__new__))
 

@@ -233,7 +233,7 @@ def saved_by_dividing(traces: Sequence[RankTrace], rank: RankFigures) -> float:
     has_owners = traces[0].backend in ("shared_memory", "tcp", "mpi")
     if rank.gather or not has_owners:
         return 0.0
-    # A rank saves the part of its update that other ranks make for it.
+    # In a divided update, each rank updates only its share of the variables.
     return rank.update * (1 - 1 / traces[0].world_size)
 
 

@@ -75,7 +75,7 @@ class StepClock:
         """Wrap the optimizers of a Keras package, and in the first round its models."""
         if not hasattr(module, "callbacks"):
             return
-        for owner, name in compat.gradient_entries(module):
+        for owner, name in compat.gradient_methods(module):
             wrap(owner, name, self._apply)
         callbacks = module.callbacks.CallbackList
         wrap(callbacks, "on_epoch_begin", after(self._begin_epoch))

@@ -176,16 +176,16 @@ def add_resources(config: Any) -> None:
     """
     if job.current() is None:
         return
-    chosen = compat.eager_context().config
-    for section, chosen_section, name in (
-        (config, chosen, "intra_op_parallelism_threads"),
-        (config, chosen, "inter_op_parallelism_threads"),
-        (config.experimental, chosen.experimental, "disable_thread_spinning"),
-        (config.gpu_options, chosen.gpu_options, "visible_device_list"),
-        (config.gpu_options, chosen.gpu_options, "allow_growth"),
+    eager_config = compat.eager_context().config
+    for section, eager_section, name in (
+        (config, eager_config, "intra_op_parallelism_threads"),
+        (config, eager_config, "inter_op_parallelism_threads"),
+        (config.experimental, eager_config.experimental, "disable_thread_spinning"),
+        (config.gpu_options, eager_config.gpu_options, "visible_device_list"),
+        (config.gpu_options, eager_config.gpu_options, "allow_growth"),
     ):
         if not getattr(section, name):
-            setattr(section, name, getattr(chosen_section, name))
+            setattr(section, name, getattr(eager_section, name))
 
 
 def copy_parameters(config: Any) -> None:

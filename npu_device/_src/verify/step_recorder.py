@@ -76,9 +76,9 @@ class StepRecorder:
             self._calls.wrap_keras(module)
 
     def _wrap_keras(self, keras: Any) -> None:
-        for owner, name in compat.gradient_entries(keras):
+        for owner, name in compat.gradient_methods(keras):
             wrap(owner, name, self._apply)
-        for owner, name in compat.loss_scale_entries(keras):
+        for owner, name in compat.loss_scale_methods(keras):
             # The loss scale begins at 1, since a large one overflows in other steps on each rank.
             wrap(owner, name, fixing(initial_scale=1.0))
         model = keras.Model

@@ -250,7 +250,6 @@ def units_of(batch: Any) -> Number:
     # An empty tensor fits any number of units.
     sizes = tf.where(sizes == 0, tf.reduce_max(sizes), sizes)
 
-    # Tensors of one length end the loop at once.
     def differ(sizes: tf.Tensor) -> tf.Tensor:
         return tf.reduce_min(sizes) < tf.reduce_max(sizes)
 
@@ -260,6 +259,7 @@ def units_of(batch: Any) -> Number:
         remainder = sizes % least
         return (tf.where(remainder == 0, least, remainder),)
 
+    # Ends at once if all lengths are equal, as they are in most batches.
     [sizes] = tf.while_loop(differ, remainders, [sizes])
     return sizes[0]
 

@@ -65,7 +65,7 @@ class TwoLevelEngine:
         """Reduce segments to all ranks: for a root alone, only the last broadcast would be saved."""
         host, _ = self._levels(group)
         reduced = (self._reduce(segment, reduction, group, wire) for segment in segments)
-        return _one_later(reduced, partial(self._from_lowest, host))
+        return _one_later(reduced, partial(self._from_lowest_rank, host))
 
     def reduce_to_owners(
         self,
@@ -83,9 +83,11 @@ class TwoLevelEngine:
 
         def reduce(segment: Tensors, owners_there: Sequence[int]) -> tuple[TensorList, list[int]]:
             """Return what belongs to this host, and the owners."""
-            lowest = self._lowest_of(group, owners_there)
-            local = [owner for owner, rank in zip(owners_there, lowest) if rank == host.ranks[0]]
-            owned = self._reduce(segment, reduction, group, wire, lowest)
+            lowest_ranks = self._lowest_ranks_of(group, owners_there)
+            local = [
+                owner for owner, rank in zip(owners_there, lowest_ranks) if rank == host.ranks[0]
+            ]
+            owned = self._reduce(segment, reduction, group, wire, lowest_ranks)
             return owned, [group.ranks[owner] for owner in local]
 
         def spread(reduced: tuple[TensorList, list[int]]) -> TensorList:
@@ -93,7 +95,7 @@ class TwoLevelEngine:
             # Only tensors that other ranks own are spread: the lowest rank has its own ones already.
             sent = [position for position, rank in enumerate(owners_there) if rank != host.ranks[0]]
             if sent:
-                received = self._from_lowest(host, [tensors[position] for position in sent])
+                received = self._from_lowest_rank(host, [tensors[position] for position in sent])
                 for position, tensor in zip(sent, received):
                     tensors[position] = tensor
             rank = group.ranks[group.rank]
@@ -106,9 +108,9 @@ class TwoLevelEngine:
     ) -> TensorList:
         """Send tensors from their owners to all ranks; see ``HostEngine``. Each host sends what its ranks own once."""
         host, between = self._levels(group)
-        lowest = self._lowest_of(group, owners)
-        local = [position for position, rank in enumerate(lowest) if rank == host.ranks[0]]
-        remote = [position for position, rank in enumerate(lowest) if rank != host.ranks[0]]
+        lowest_ranks = self._lowest_ranks_of(group, owners)
+        local = [position for position, rank in enumerate(lowest_ranks) if rank == host.ranks[0]]
+        remote = [position for position, rank in enumerate(lowest_ranks) if rank != host.ranks[0]]
         results = list(tensors)
 
         def spread(positions: list[int], owners_there: list[int]) -> None:
@@ -120,13 +122,13 @@ class TwoLevelEngine:
 
         spread(local, [host.ranks.index(group.ranks[owners[position]]) for position in local])
         if between is not None:
-            hosts = list(map(between.ranks.index, lowest))
+            hosts = list(map(between.ranks.index, lowest_ranks))
             results = self._between.broadcast(results, hosts, between)
         # Only the lowest rank of a host has got what comes from other hosts.
         spread(remote, [0] * len(remote))
         return results
 
-    def _from_lowest(self, host: Group, tensors: Tensors) -> TensorList:
+    def _from_lowest_rank(self, host: Group, tensors: Tensors) -> TensorList:
         """Spread the tensors of the lowest rank of the host on it."""
         return self._within.broadcast(tensors, [0] * len(tensors), host)
 
@@ -137,7 +139,7 @@ class TwoLevelEngine:
             hosts.setdefault(self._hosts.leaders[rank], []).append(rank)
         return hosts
 
-    def _lowest_of(self, group: Group, members: Sequence[int]) -> list[int]:
+    def _lowest_ranks_of(self, group: Group, members: Sequence[int]) -> list[int]:
         """Return the lowest rank of the host of each member."""
         hosts = self._hosts_of(group)
         return [hosts[self._hosts.leaders[group.ranks[member]]][0] for member in members]
@@ -148,12 +150,13 @@ class TwoLevelEngine:
         reduction: str,
         group: Group,
         wire: Wire,
-        lowest: Optional[Sequence[int]] = None,
+        lowest_ranks: Optional[Sequence[int]] = None,
     ) -> TensorList:
         """Return the results of a segment on the lowest rank of each host, and values of their shapes on the others.
         The ranks between the hosts take the mean, of whole sums.
 
-        With ``lowest``, the rank between the hosts to which each tensor goes, those of this host.
+        With ``lowest_ranks``, the rank between the hosts to which each tensor goes, return the
+        results of this host's tensors.
         """
         host, between = self._levels(group)
         dtype = reduced_dtype(segment[0].dtype, reduction)
@@ -168,16 +171,16 @@ class TwoLevelEngine:
             sent_dtype = None
             if reduction in ("sum", "mean") and wire_dtype(dtype, wire) != sums[0].dtype:
                 sent_dtype = wire_dtype(dtype, wire)
-            if lowest is None:
+            if lowest_ranks is None:
                 [sums] = self._between.all_reduce([sums], reduction, between, sent_dtype)
             else:
                 assert isinstance(self._between, HostEngine), "the caller asks has_owners first"
-                owners = list(map(between.ranks.index, lowest))
+                owners = list(map(between.ranks.index, lowest_ranks))
                 [sums] = self._between.reduce_to_owners(
                     [sums], [owners], reduction, between, sent_dtype
                 )
-        elif lowest is not None:
-            sums = [tensor for tensor, rank in zip(sums, lowest) if rank == host.ranks[0]]
+        elif lowest_ranks is not None:
+            sums = [tensor for tensor, rank in zip(sums, lowest_ranks) if rank == host.ranks[0]]
         return [tf.cast(tensor, dtype) for tensor in sums]
 
     def _levels(self, group: Group) -> tuple[Group, Group | None]:
@@ -193,11 +196,15 @@ class TwoLevelEngine:
         # Only the lowest rank of a host communicates with other hosts.
         if rank != neighbours[0]:
             return host, None
-        lowest = tuple(sorted(ranks[0] for ranks in hosts.values()))
+        lowest_ranks = tuple(sorted(ranks[0] for ranks in hosts.values()))
         # A mean divides by all ranks, so each leader has to count for the ranks of its host.
-        counts = tuple(len(hosts[leaders[member]]) for member in lowest)
+        counts = tuple(len(hosts[leaders[member]]) for member in lowest_ranks)
         between = Group(
-            f"{group.name}/between hosts", lowest, lowest.index(rank), group.name, counts=counts
+            f"{group.name}/between hosts",
+            lowest_ranks,
+            lowest_ranks.index(rank),
+            group.name,
+            counts=counts,
         )
         return host, between
 

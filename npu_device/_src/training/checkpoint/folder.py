@@ -179,7 +179,8 @@ def keep_only(directory: Path, latest: int, keep: int) -> list[str]:
 def tidy(directory: Path, but: str = "") -> list[str]:
     """Remove what killed jobs have left half-written, but not a given job's; return what could not be removed."""
     leftovers = []
-    # In sorted order, the new folder of a step comes before the old one.
+    # In sorted order, the new folder of a step comes before the old one: the new one gets the name
+    # of the step, and the old one is removed.
     for match in sorted(_matches(directory, _PARTIAL), key=lambda match: match[0]):
         step = int(match["step"])
         target = directory / name_of(step)

@@ -295,7 +295,7 @@ class JobCheckpoint:
         """Restore, and leave it to the caller to ``_reserve`` memory when all variables exist."""
         self._prepare()
         if self._chosen is None:
-            # A restore without a look before it takes the newest one.
+            # Without an earlier ``peek``, the newest checkpoint is restored.
             self.peek()
         chosen = self._chosen
         self._chosen = None

@@ -61,7 +61,7 @@ class JobCopies:
         if self._interval is None or self._has_reserved:
             return
         self._has_reserved = True
-        is_first = bool(self._copier.readable)
+        is_first = bool(self._copier.readable_slots)
         size = 0
         for variable in self._shared.variables().values():
             # The owner alone has memory for a slot of a divided optimizer.
@@ -157,7 +157,7 @@ class JobCopies:
         self._newest_step = 0
         written = None
         try:
-            written = to_files(disk, self._copier.readable, self._copier.storage)
+            written = to_files(disk, self._copier.readable_slots, self._copier.storage)
         except CheckpointError as error:
             warn("%s\nThe job resumes from the disk.", error)
         if written is None:

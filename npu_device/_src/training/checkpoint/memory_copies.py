@@ -72,7 +72,7 @@ class Copier:
     """Copies the state of one rank, in turns into its two slots, in a thread.
 
     Attributes:
-        readable: the slots of the host on its first rank, none on the others.
+        readable_slots: the slots of the host on its first rank, none on the others.
         storage: where the ranks of each host can put files that they read only once.
         ranks_of_node_0: the ranks on the host of rank 0.
     """
@@ -94,9 +94,9 @@ class Copier:
         firsts = tuple(rank - rank % ranks_per_host for rank in ranks)
         self.storage = storage._replace(directory=folder, keepers=firsts)
         self._is_first = self.storage.is_keeper
-        self.readable: Sequence[Slot] = ()
+        self.readable_slots: Sequence[Slot] = ()
         if self._is_first:
-            self.readable = self._slots
+            self.readable_slots = self._slots
         self.ranks_of_node_0 = ranks[:ranks_per_host]
         self._has_warned = False  # of a failed copy of this rank
         self._is_whole = False  # True if the last copy is whole
@@ -136,7 +136,7 @@ class Copier:
 
     def free(self) -> None:
         """Give the memory of all copies back."""
-        received = self.readable[SLOTS * len(self.ranks_of_node_0) :]
+        received = self.readable_slots[SLOTS * len(self.ranks_of_node_0) :]
         for slot in (*self._own_slots, *received):
             slot.free()
 

@@ -351,7 +351,7 @@ def _generated(name: str, function: Callable, **names: str) -> Callable:
         return function(*bound.args)
 
     call.__name__ = call.__qualname__ = name
-    # ``functools.wraps`` alone would show the names of the function inside.
+    # ``functools.wraps`` alone would show the parameter names of ``function``.
     call.__signature__ = renamed  # type: ignore[attr-defined]
     for own_name, new_name in names.items():
         call.__doc__ = str(call.__doc__).replace(f" {own_name}: ", f" {new_name}: ")

@@ -183,14 +183,15 @@ def get_world_rank_from_group_rank(group: str, group_rank_id: int) -> int:
     Raises:
         ValueError: no group of that name on this rank; the group has no such rank.
     """
-    members = _find(group)
+    found_group = _find(group)
     _check_rank("group_rank_id", group_rank_id)
-    if group_rank_id >= members.size:
+    if group_rank_id >= found_group.size:
         raise ValueError(
-            f"group_rank_id is {group_rank_id}; expected a rank from 0 to {members.size - 1}, since group {group!r} "
-            f"has {counted(members.size, 'member')}: world rank(s) {listed(members.ranks)}"
+            f"group_rank_id is {group_rank_id}; expected a rank from 0 to {found_group.size - 1}, "
+            f"since group {group!r} has {counted(found_group.size, 'member')}: world rank(s) "
+            f"{listed(found_group.ranks)}"
         )
-    return members.ranks[group_rank_id]
+    return found_group.ranks[group_rank_id]
 
 
 @compat.do_not_convert
@@ -204,14 +205,14 @@ def get_group_rank_from_world_rank(world_rank_id: int, group: str) -> int:
     Raises:
         ValueError: no group of that name on this rank; the rank is not a member.
     """
-    members = _find(group)
+    found_group = _find(group)
     _check_rank("world_rank_id", world_rank_id)
-    if world_rank_id not in members.ranks:
+    if world_rank_id not in found_group.ranks:
         raise ValueError(
             f"world_rank_id is {world_rank_id}; expected a member of group {group!r}: world rank(s) "
-            f"{listed(members.ranks)}"
+            f"{listed(found_group.ranks)}"
         )
-    return members.ranks.index(world_rank_id)
+    return found_group.ranks.index(world_rank_id)
 
 
 def process() -> Cluster | ParentRank:

@@ -49,7 +49,7 @@ class StepResults:
     losses: list  # losses that layers have added
     # By name, the losses, and the numbers that metrics and logs are given; see ``CurrentStep.is_sum``.
     numbers: dict[str, Any]
-    chosen: list[np.ndarray]  # tensors that were asked for
+    chosen_arrays: list[np.ndarray]  # values of the tensors that ``choose`` returned
 
 
 class DryStep:
@@ -69,7 +69,7 @@ class DryStep:
         self.numbers: dict[str, Any] = {}
         self.logs: Any = None  # what the step returned
         self._metric_results: list = []
-        self.chosen: list = []
+        self.chosen_tensors: list = []
         self.step: CurrentStep
         self._weighted: list = []
         self._world: _VirtualRanks
@@ -186,7 +186,7 @@ class DryStep:
         with contextlib.suppress(AttributeError, ValueError):
             losses = self._context.model.losses
             self.losses += [loss for loss in losses if compat.is_in_graph(graph, loss)]
-        self.chosen = self._choose(graph)
+        self.chosen_tensors = self._choose(graph)
         for name, number in self.step.numbers.items():
             if _is_number(number):
                 tensor = tf.convert_to_tensor(number)
@@ -195,7 +195,7 @@ class DryStep:
         gradients = list(map(_without_slices, self._weighted))
         losses = list(map(tf.reduce_sum, self.losses))
         compat.without_noise(graph)
-        return (gradients, losses, self.numbers, self.chosen), self._world.sent
+        return (gradients, losses, self.numbers, self.chosen_tensors), self._world.sent
 
     def state(self) -> list[np.ndarray]:
         """Return the values of the variables that the step changes."""

@@ -53,7 +53,7 @@ _BY_FUNCTION = (
 
 # How many collectives came before a save, and how many saves of the path came since then.
 _Moment = tuple[int, int]
-# Whether the rank has written the path; its error's type and text.
+# Whether the rank has written the path, and the type and text of the error if there was one.
 _SaveOutcome = tuple[bool, Optional[tuple[str, str]]]
 
 

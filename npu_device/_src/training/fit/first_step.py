@@ -19,7 +19,7 @@ import tensorflow as tf
 from npu_device._src import compat, environment
 from npu_device._src.training.fit import findings, first_step_texts as texts, mixing, start, xla
 from npu_device._src.training.fit.dry_step import DryStep, NotChecked, Part
-from npu_device._src.training.fit.mixing import Mixture
+from npu_device._src.training.fit.mixing import MixingPoint
 from npu_device._src.training.fit.step_context import StepContext
 from npu_device._src.training.fit.sums import (
     CheckedStep,
@@ -249,10 +249,10 @@ def _judge(context: StepContext, samples: Samples, checked: CheckedStep) -> _Ran
         elif _are_sums_with_more(samples, checked):
             return _RankVerdict("", texts.beside_a_sum(context, different))
         else:
-            mixture = _mixture(context, samples)
-            if mixture is None and lines_of_losses:
-                mixture = Mixture(f"a loss that a layer adds, {lines_of_losses[0]}", False)
-            warnings.append(texts.mixed(context, different, mixture, samples.parts))
+            mixing_point = _mixing_point(context, samples)
+            if mixing_point is None and lines_of_losses:
+                mixing_point = MixingPoint(f"a loss that a layer adds, {lines_of_losses[0]}", False)
+            warnings.append(texts.mixed(context, different, mixing_point, samples.parts))
     titles = findings.numbers_of_no_kind(dry_step, runs)
     # A loss that isn't a mean is named by the other warnings.
     if titles and not warnings:
@@ -286,7 +286,7 @@ def _are_sums_with_more(samples: Samples, checked: CheckedStep) -> bool:
     return findings.are_sums_with_more(checked.runs, other_cut)
 
 
-def _mixture(context: StepContext, samples: Samples) -> Mixture | None:
+def _mixing_point(context: StepContext, samples: Samples) -> MixingPoint | None:
     """Return where samples meet; None if it can't be found."""
     try:
         dry_step = DryStep(context, samples.spec, mixing.values_of_samples)
@@ -295,9 +295,11 @@ def _mixture(context: StepContext, samples: Samples) -> Mixture | None:
     except Exception:
         # The search may fail, but the check itself has been made.
         return None
-    chosen_of_parts = [run.chosen for run in parts]
+    arrays_of_parts = [run.chosen_arrays for run in parts]
     rows = [part.units for part in samples.parts]
-    return mixing.where_samples_meet(dry_step.chosen, whole.chosen, chosen_of_parts, rows)
+    return mixing.where_samples_meet(
+        dry_step.chosen_tensors, whole.chosen_arrays, arrays_of_parts, rows
+    )
 
 
 def _variables(context: StepContext) -> tuple[dict[int, Any], set[int]]:

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from npu_device._src.training.fit.dry_step import Part
 from npu_device._src.training.fit.findings import Change, ComparedGradient
-from npu_device._src.training.fit.mixing import Mixture
+from npu_device._src.training.fit.mixing import MixingPoint
 from npu_device._src.training.fit.step_context import StepContext
 from npu_device._src.wording import shortened
 from npu_device._src.world.share import shapes_of
@@ -164,14 +164,14 @@ def moved(context: StepContext, line: str) -> str:
 def mixed(
     context: StepContext,
     different: Sequence[ComparedGradient],
-    mixture: Mixture | None,
+    mixing_point: MixingPoint | None,
     parts: Sequence[Part],
 ) -> str:
     """Return the warning for a step that doesn't treat samples one by one; ``parts`` are the two of the samples."""
     head = parts[0].units
     tail = parts[1].units
-    if mixture is not None and mixture.is_of_a_sample:
-        sight = f"Samples first meet in {mixture.text}"
+    if mixing_point is not None and mixing_point.is_of_a_sample:
+        sight = f"Samples first meet in {mixing_point.text}"
         remedy = (
             "to compare or mix the samples of all ranks, gather them first: "
             "values = npu.distribute.all_gather(values)"
@@ -181,8 +181,8 @@ def mixed(
             "No operation before the loss mixes samples: the loss isn't a mean over them, such as a mean over their "
             "valid steps, or a root or a quotient of sums"
         )
-        if mixture is not None:
-            sight += f". This begins in {mixture.text}"
+        if mixing_point is not None:
+            sight += f". This begins in {mixing_point.text}"
         remedy = (
             "to leave out steps, use a mask, ignore_class or sample_weight instead of a loss function that divides by "
             "their number; keep a loss object as an attribute of the model. Or take the sums, also that of the steps, "

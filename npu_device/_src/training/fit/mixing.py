@@ -105,7 +105,7 @@ def _may_be_of_samples(tensor: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Mixture:
+class MixingPoint:
     """Where a value of a step first depends on several samples."""
 
     text: str  # the operation, and its line
@@ -117,7 +117,7 @@ def where_samples_meet(
     whole: Sequence[np.ndarray],
     parts: Sequence[Sequence[np.ndarray]],
     rows: Sequence[int],
-) -> Mixture | None:
+) -> MixingPoint | None:
     """Return where a value first depends on several samples, unlike a mean or sum.
 
     Args:
@@ -136,13 +136,13 @@ def where_samples_meet(
         elif not _is_joined(value, values_of_parts, rows):
             # A loss of Keras multiplies the value of each sample by one over the number of valid steps.
             is_of_a_sample = not compat.is_of_loss_reduction(tensor.op)
-            return Mixture(_described(tensor.op), is_of_a_sample)
+            return MixingPoint(_described(tensor.op), is_of_a_sample)
     added_up = {tensor.op.name for tensor, trial in small if _is_added_up(trial)}
     for tensor, _ in small:
         # A quotient by a number of samples, for instance, makes a mean of a sum.
         users = {user.name for user in tensor.consumers()}
         if added_up.isdisjoint([tensor.op.name, *users]):
-            return Mixture(_described(tensor.op), is_of_a_sample=False)
+            return MixingPoint(_described(tensor.op), is_of_a_sample=False)
     return None
 
 

@@ -72,10 +72,10 @@ def compile_call(model: Any, replaced: Replaced) -> None:
 
 
 def _why_not(model: Any) -> str:
+    # A compiled call can't wait for other ranks. Only its outputs leave it, not losses or masks.
     for layer in compat.all_layers(model):
         layer_class = type(layer)
         name = layer_class.__name__
-        # XLA can't compile a call that may wait for other ranks, or return more than its result.
         if not compat.belongs_to_keras(layer_class) or name in LAYERS_OF_SCRIPTS:
             return f"{name} {layer.name!r} can hold any code of the script"
         if getattr(layer, "synchronized", False):

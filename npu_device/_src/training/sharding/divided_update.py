@@ -27,9 +27,10 @@ from npu_device._src.world.world import World
 class DividedUpdate:
     """The shares of the ranks in one optimizer, and the updates that this rank makes."""
 
-    def __init__(self, world: World, optimizer: Any, averages_are_whole: bool) -> None:
+    def __init__(self, world: World, optimizer: Any, keeps_all_averages: bool) -> None:
         self.optimizer = optimizer
-        self.averages_are_whole = averages_are_whole
+        # True if each rank keeps the moving averages of all variables, not only of its share.
+        self.keeps_all_averages = keeps_all_averages
         self._world = world
         self._trained: list = []  # in the order of the slots
         self._owners: dict[int, int] = {}  # by the id of TensorFlow's variable
@@ -123,7 +124,7 @@ class DividedUpdate:
         return self._undo_if_not_exact()
 
     def _whole_slots(self) -> list:
-        if self.averages_are_whole:
+        if self.keeps_all_averages:
             return compat.averages_of(self.optimizer)
         return []
 
@@ -181,7 +182,7 @@ class DividedUpdate:
                 compat.make_own(slot)
             else:
                 compat.make_remote(slot)
-        if not self.averages_are_whole:
+        if not self.keeps_all_averages:
             compat.lend_averages(self.optimizer, self._lend_averages)
 
     # The update
@@ -215,7 +216,7 @@ class DividedUpdate:
         # Each step applies constraints, which may change bits every time, and sets variables by their gradients.
         always_sent = list(filter(_changes_in_each_step, changed))
         earlier = len(_operations())
-        if self.averages_are_whole and not only_building.is_on:
+        if self.keeps_all_averages and not only_building.is_on:
             self._send_before_averages = partial(self._count_and_send, changed, earlier, is_update)
         arrived = [dense_of(reduced[index]) for index in share]
         arrived += self._joined([ranks[index] for index in with_gradient], is_update)
@@ -232,7 +233,7 @@ class DividedUpdate:
                 applied = apply(own_gradients, [variables[index] for index in applied_indices])
             else:
                 applied = compat.count_update(self.optimizer)
-            is_sent = self.averages_are_whole and self._send_before_averages is None
+            is_sent = self.keeps_all_averages and self._send_before_averages is None
             self._send_before_averages = None
             if not is_sent and not only_building.is_on:
                 # After slots have got what scripts have assigned, for which the number counts.
@@ -270,7 +271,7 @@ class DividedUpdate:
     def _changed(self, variables: Sequence, with_gradient: Sequence[int]) -> list:
         """Return the variables that an update changes."""
         is_keras_3 = compat.of_keras_3(self.optimizer)
-        if is_keras_3 and self.optimizer.use_ema and not self.averages_are_whole:
+        if is_keras_3 and self.optimizer.use_ema and not self.keeps_all_averages:
             # Each update changes the averages of all variables, or the variables themselves.
             return self._trained
         return [variables[index] for index in with_gradient]

@@ -53,7 +53,7 @@ def _add_variable_from_reference(
     slot = add(*args, **kwargs)
     arguments = inspect.signature(add).bind(*args, **kwargs).arguments
     undivided = [compat.ACCUMULATOR]
-    if update.averages_are_whole:
+    if update.keeps_all_averages:
         undivided.append(compat.AVERAGE)
     # In tf-keras, the name has another name, and no slot is undivided.
     if arguments.get("name") not in undivided and compat.is_plain_variable(slot):
@@ -72,14 +72,14 @@ def _clip_gradients(update: DividedUpdate, clip: Callable, gradients: Any) -> An
 
 
 def _update_averages(update: DividedUpdate, method: Callable, variables: Any) -> None:
-    if update.averages_are_whole:
+    if update.keeps_all_averages:
         update.with_all_averages(partial(method, variables))
     elif update.optimizer.use_ema:
         update.with_own_averages(method, variables)
 
 
 def _overwrite_with_averages(update: DividedUpdate, method: Callable, variables: Any) -> None:
-    if update.averages_are_whole or not update.is_planned:
+    if update.keeps_all_averages or not update.is_planned:
         method(variables)
     else:
         update.with_own_averages(method, list(variables))

@@ -194,7 +194,8 @@ class AppliedGradients:
         def compare(count: Any, *arrays: np.ndarray) -> list:
             due = self._posted_sums.compare(watched, int(count), arrays, variables)
             if is_eager:
-                # An eager loop is looked at in the first steps in any case, for same samples.
+                # The first steps of an eager loop are always compared, since that also shows
+                # whether ranks have the same samples.
                 due = min(due, next_look(int(count), NEVER))
             return [np.int64(due)]
 

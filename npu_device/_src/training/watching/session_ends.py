@@ -70,11 +70,11 @@ class SessionEnds:
         """Compare the variables of sessions that are still open."""
         for graph in list(self._graphs):
             # Sessions that are closed, or in which no variable has a value, have no checksums.
-            of_sessions = list(map(self._checksums, compat.open_sessions(graph)))
-            readable = list(filter(None, of_sessions))
+            checksums_by_session = list(map(self._checksums, compat.open_sessions(graph)))
+            usable_checksums = list(filter(None, checksums_by_session))
             # The ranks can't tell which of several sessions is which.
-            if len(readable) == 1 and not self._job.health.is_over:
-                self._post(graph, readable[0])
+            if len(usable_checksums) == 1 and not self._job.health.is_over:
+                self._post(graph, usable_checksums[0])
 
     def _checksums(self, session: Any) -> dict[str, int]:
         """Return the checksums of variables that must be equal, by their names."""

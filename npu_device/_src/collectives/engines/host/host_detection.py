@@ -53,8 +53,10 @@ def detect_hosts(context: EngineContext, device: Device) -> JobHosts:
         leaders = tuple(range(cluster.world_size))
     else:
         _report(wanted, problems, cluster.hosts, cluster.rank)
-        lowest = map(cluster.hosts.index, cluster.hosts)
-        leaders = tuple(rank if problems[rank] else leader for rank, leader in enumerate(lowest))
+        lowest_ranks = map(cluster.hosts.index, cluster.hosts)
+        leaders = tuple(
+            rank if problems[rank] else leader for rank, leader in enumerate(lowest_ranks)
+        )
     late_ranks = tuple(rank for rank, is_late in enumerate(late) if is_late)
     all_devices = tuple(Device(**fields) for fields in devices)
     return JobHosts(leaders, all_devices, late_ranks, tuple(problems))

@@ -119,7 +119,7 @@ class HostEngine(ArrayEngine):
         transfers = []
         for segment in segments:
             owned = range(len(segment) * reads)
-            transfers.append(_reduction(segment, reduction, wire, owned, rounds))
+            transfers.append(_reduction_transfer(segment, reduction, wire, owned, rounds))
         results = self.run(group, transfers, segments, terms)
         if reads:
             return results
@@ -150,7 +150,7 @@ class HostEngine(ArrayEngine):
             firsts = [bisect_left(ordered_owners, member) for member in range(group.size + 1)]
             owned = range(firsts[group.rank], firsts[group.rank + 1])
             rounds = partial(transfer_rounds.reduce_to_owners, firsts=firsts)
-            transfers.append(_reduction(inputs[-1], reduction, wire, owned, rounds))
+            transfers.append(_reduction_transfer(inputs[-1], reduction, wire, owned, rounds))
         return self.run(group, transfers, inputs, terms)
 
     def broadcast(
@@ -159,7 +159,7 @@ class HostEngine(ArrayEngine):
         """Return all tensors on every rank, each from the member that owns it; any dtypes, the same shapes and dtypes
         everywhere. Of what other members own, a spec will do if it has all dimensions.
         """
-        transfer, inputs, outputs = _broadcast(tensors, owners, group)
+        transfer, inputs, outputs = _broadcast_transfer(tensors, owners, group)
         [received] = self.run(group, [transfer], [[tensors[i] for i in inputs]], terms)
         results = list(tensors)
         for position, tensor in zip(outputs, received):
@@ -200,7 +200,7 @@ class HostEngine(ArrayEngine):
 # The transfers: inputs, outputs, and how arrays become rounds
 
 
-def _reduction(
+def _reduction_transfer(
     tensors: Tensors, reduction: str, wire: Wire, owned: range, rounds: Callable
 ) -> ArrayTransfer:
     """Return the reduction of tensors of which this member gets those that it owns, by the rounds of a reduction."""
@@ -216,7 +216,7 @@ def _reduction(
     return ArrayTransfer(outputs, prepare)
 
 
-def _broadcast(
+def _broadcast_transfer(
     tensors: TensorsOrSpecs, owners: Sequence[int], group: Group
 ) -> tuple[ArrayTransfer, list[int], list[int]]:
     """Return the transfer, and the positions of its inputs and of its outputs among the tensors."""

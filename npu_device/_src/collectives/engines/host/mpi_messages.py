@@ -130,10 +130,10 @@ class MpiMessages(MessageChannel):
                 )
             distance *= 2
         all_ranks = comm.Get_group()
-        members = all_ranks.Incl(list(ranks))
+        member_group = all_ranks.Incl(list(ranks))
         # MPI frees no handle by itself.
-        self._comm = comm.Create_group(members, tag)
-        members.Free()
+        self._comm = comm.Create_group(member_group, tag)
+        member_group.Free()
         all_ranks.Free()
 
 
@@ -206,11 +206,11 @@ def _problem(context: EngineContext, wanted: bool) -> str:
 def _start(context: EngineContext) -> str:
     """Start MPI on all ranks; return the problem, "" if there is none."""
     mpi = importlib.import_module("mpi4py.MPI")
-    starts = not mpi.Is_initialized()
-    if starts:
+    starts_mpi = not mpi.Is_initialized()
+    if starts_mpi:
         mpi.Init_thread(mpi.THREAD_MULTIPLE)
     # Registered before anything can fail: MPI that was started has to be ended even if it isn't used.
-    context.at_exit.append(lambda: _end(context, mpi, starts))
+    context.at_exit.append(lambda: _end(context, mpi, starts_mpi))
     library = _library(mpi)
     own = [mpi.Get_processor_name(), ""]
     # What processes of one host have in common: the running kernel, and its network.
@@ -272,7 +272,7 @@ def _keep_going(world: MpiWorld) -> None:
         world.comm.Iprobe()
 
 
-def _end(context: EngineContext, mpi: Any, starts: bool) -> None:
+def _end(context: EngineContext, mpi: Any, starts_mpi: bool) -> None:
     """End MPI together with the other ranks. If the job has failed, end all of them, or MPI would wait for them."""
     if context.mpi_world is not None:
         context.mpi_world.ended.set()
@@ -282,5 +282,5 @@ def _end(context: EngineContext, mpi: Any, starts: bool) -> None:
         # In this time, the other ranks say why they end.
         time.sleep(limits.MPI_GRACE_SECONDS)
         mpi.COMM_WORLD.Abort(1)
-    if starts and not mpi.Is_finalized():
+    if starts_mpi and not mpi.Is_finalized():
         mpi.Finalize()

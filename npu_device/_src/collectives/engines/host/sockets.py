@@ -270,18 +270,20 @@ _ROOM_OF_ALL_BYTES = 64 << 10
 _LEAST_ROOM_BYTES = ALIGNMENT  # room for a scalar
 
 
-def room(context: EngineContext, members: int) -> int:
+def room(context: EngineContext, member_count: int) -> int:
     """Return the largest size in bytes of the data of a member that travels beside its head."""
-    return min(context.most_message_bytes, max(_LEAST_ROOM_BYTES, _ROOM_OF_ALL_BYTES // members))
+    return min(
+        context.most_message_bytes, max(_LEAST_ROOM_BYTES, _ROOM_OF_ALL_BYTES // member_count)
+    )
 
 
 def fits(
-    context: EngineContext, members: int, tensors: Sequence[Union[tf.Tensor, tf.TensorSpec]]
+    context: EngineContext, member_count: int, tensors: Sequence[Union[tf.Tensor, tf.TensorSpec]]
 ) -> Union[bool, tf.Tensor]:
     """Return whether tensors fit into a message: a bool tensor if only the running graph knows. Ranks that have traced
     with different static shapes come to the same answer. A call without tensors moves a scalar.
     """
-    limit = room(context, members)
+    limit = room(context, member_count)
     size = ALIGNMENT
     if tensors:
         size = 0
