@@ -207,11 +207,11 @@ def compare(
 ) -> Iterator[dict[str, list[Deviation]]]:
     """Yield of each step where a rank differs from one process, which also ran with perturbed inputs, by quantity.
 
-    Where the perturbed inputs move a tensor by ``change``, the distance between rank and process may be::
+    Where the perturbed inputs move a gradient by ``change``, the distance between rank and process may be::
 
         (tolerance + _rounding_of_most(changes of all tensors)) * norm + TIMES_ROUNDING * change
 
-    Updates may differ by more.
+    Updates may differ by more, and state by the tolerance and ``change`` only.
     """
     records = Triple(single, perturbed, rank)
     for index, steps in enumerate(zip(*(record.steps for record in records))):

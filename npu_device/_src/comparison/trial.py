@@ -75,7 +75,7 @@ class Trial:
         return self.distance(self.doubled / 2)
 
     def distance(self, array: Any) -> float:
-        """Return the norm of the difference from the whole; NaN if both are infinite, which is no warning's worth."""
+        """Return the norm of the difference from the whole; NaN if both are infinite."""
         with np.errstate(invalid="ignore"):
             return norm(array - self.whole)
 

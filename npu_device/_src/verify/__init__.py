@@ -2,5 +2,6 @@
 
 To run it: ``plan``, ``forking``, ``runner``, ``step_recorder``, ``script_calls``,
 ``phases``. To judge what the runs have left:
-``verdict``, ``compared_run``, ``causes``, and ``comparison/`` below them.
+``verdict``, ``compared_run``, ``causes`` (with the texts of ``causes.md``), and ``comparison/`` below them; ``report``
+prints it. ``launch/verify.py`` calls both.
 """

@@ -113,7 +113,9 @@ def not_reduced(run: ComparedRun) -> Where:
 
 
 def updates_differ(run: ComparedRun) -> Where:
-    """Return the phase whose ranks have different variables before or after they apply the same gradients."""
+    """Return the phase whose ranks have different variables before or after they apply the same gradients, which
+    ``not_reduced`` has found to be reduced.
+    """
     # Weights are recorded before a step, so that those after it are with its successor.
     successor = run.single.successor(run.index)
     steps = [run.step]
@@ -172,7 +174,7 @@ def mean_summed(run: ComparedRun) -> Where:
 
 
 def state_in_the_step(run: ComparedRun) -> Where:
-    """Return the variables that no optimizer trains, and that deviate when gradients begin to.
+    """Return the variables that no optimizer trains, and that deviate up to the step that is explained.
 
     A deviation alone says nothing: a step may add up the ranks' parts at its end.
     """

@@ -87,7 +87,7 @@ class ComparedStep:
         """Return a number in the logs of one process, as a trial whose parts are the numbers of the ranks."""
         number = self.single.logs[name]
         repeat = self.perturbed.logs.get(name, number)
-        # NaN is never allowed, so that a number which is missing on a rank differs.
+        # NaN agrees with nothing, so that a number which a rank doesn't log is left out.
         parts = [step.logs.get(name, np.nan) for step in self.ranks]
         return Trial(number, [repeat], parts)
 

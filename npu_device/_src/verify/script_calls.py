@@ -138,7 +138,7 @@ class ScriptCalls:
         if seed is not None and self._process.ranks > 1:
             single = load(self._process.single.folder)
             shuffles = single.of(topics.SHUFFLE)
-            # A seed that one process doesn't have is left as it is, for ``verdict.py`` to find.
+            # A seed that one process doesn't have is left as it is, for ``causes.different_seeds`` to find.
             if shuffles[index : index + 1] != [call]:
                 return original(dataset, *args, **kwargs)
         if seed is None and not self._record.of(topics.SEED):

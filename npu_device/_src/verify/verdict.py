@@ -100,7 +100,8 @@ def judge(runs: Sequence[Sequence[PlannedProcess]]) -> Verdict:
         notes += _notes_of_run(run, cause)
         verdict.table += _table(run)
         verdict.text = verdict.text or _sameness(run.single)
-        # The smallest number of ranks that differs has the verdict; more ranks differ for the same reason.
+        # The smallest number of ranks that differs has the verdict. Of more ranks, the table, notes and what is missed
+        # are kept: they mostly differ for the same reason.
         if cause and not verdict.cause:
             verdict = _verdict_on(run, cause, explanation, verdict.table)
         unintended = " ".join(text for text, is_meant in unfinished.items() if not is_meant)

@@ -27,7 +27,7 @@ _running = threading.local()
 IsSum = dict[str, bool]
 """True for a sum over the samples, False for a mean; what isn't known is left out.
 
-Keys are names of numbers ("metric 2 0", see ``CurrentStep.is_sum``) and of optimizers ("optimizer 0").
+Keys are names of numbers ("metric 2 0", see ``CurrentStep.register_number``) and of optimizers ("optimizer 0").
 """
 
 

@@ -1,4 +1,7 @@
-"""The checksum of the batches that a rank has read, by which the ranks notice that they read different ones."""
+"""The checksum of the batches that a rank has read, by which the ranks notice that they read different ones.
+
+The first batch is compared as a whole (``start.full_checksum``).
+"""
 
 from __future__ import annotations
 

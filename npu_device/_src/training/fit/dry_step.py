@@ -47,7 +47,7 @@ class StepResults:
     # The gradients that reached the optimizers, weighted; a pair of values and indices for rows of a table.
     gradients: list
     losses: list  # losses that layers have added
-    # By name, the losses, and the numbers that metrics and logs are given; see ``CurrentStep.is_sum``.
+    # By name, the losses, and the numbers that metrics and logs are given; see ``CurrentStep.register_number``.
     numbers: dict[str, Any]
     chosen_arrays: list[np.ndarray]  # values of the tensors that ``choose`` returned
 

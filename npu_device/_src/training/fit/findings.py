@@ -156,7 +156,9 @@ def are_sums_with_more(runs: Runs, other_cut: Runs) -> bool:
 
 
 def sums_of_optimizers(gradients: Sequence[ComparedGradient]) -> dict[Any, bool]:
-    """Return for each reducer if all its gradients are sums over the samples, or means; without those of 0."""
+    """Return for each reducer if all its gradients are sums over the samples, or means; without those of 0,
+    and without optimizers that have both (``first_step`` raises an error).
+    """
     kinds = {}
     for reducer in dict.fromkeys(gradient.reducer for gradient in gradients):
         gradients_of_optimizer = [gradient for gradient in gradients if gradient.reducer is reducer]

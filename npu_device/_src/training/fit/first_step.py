@@ -1,9 +1,9 @@
 """The first-step check: before a replicated model trains, each rank compares the gradient of a few samples with the
 mean of the gradients of two uneven parts of them, weighted by their samples.
 
-They are equal if the step is one that can be divided. ``dry_step`` runs the step, ``findings`` compares what comes of
-it, ``mixing`` looks for the lines to blame, and ``first_step_texts`` has what to say. This file says which models are
-checked, and with what: Keras's own layers, loss and step need no check.
+They are equal if the step is one that can be divided. ``dry_step`` runs the step, ``sums`` tells sums from means in it,
+``findings`` compares what comes of it, ``mixing`` looks for the lines to blame, and ``first_step_texts`` has what to
+say. This file says which models are checked, and with what: Keras's own layers, loss and step need no check.
 """
 
 from __future__ import annotations
@@ -124,11 +124,11 @@ def _nothing_drawn() -> Iterator[None]:
 
 
 def require_divisible(
-    context: StepContext, spec: Any, share: Any, batch: Any, error: Exception
+    context: StepContext, spec: Any, divide: Any, batch: Any, error: Exception
 ) -> None:
     """Raise an error that says what is divided, if a step can be traced with the batch, but not with a share of it."""
-    # The share is traced first: what has been traced with the batch counts as built, and wouldn't be traced again.
-    if _can_be_traced(context, spec, share):
+    # A share is traced first: what has been traced with the batch counts as built, and wouldn't be traced again.
+    if _can_be_traced(context, spec, divide):
         return
     if not _can_be_traced(context, spec, lambda whole: whole):
         return

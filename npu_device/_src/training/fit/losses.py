@@ -21,7 +21,7 @@ from npu_device._src.world.current_step import CurrentStep
 
 LOSS = "loss"
 ADDED_LOSS = "added loss"
-"""How the names of their numbers begin; see ``CurrentStep.is_sum``."""
+"""How the names of their numbers begin; see ``CurrentStep.register_number``."""
 
 
 class Losses:
@@ -37,7 +37,7 @@ class Losses:
             replaced.replace(loss, "call", call)
             replaced.keep(loss, "reduction")
         for index, layer in enumerate(objects.layers):
-            # Keras's own layers add no sums over samples, except those in ``parts.regularized``.
+            # Keras's own layers add no sums over samples, except those in ``objects.regularized``.
             if not compat.belongs_to_keras(type(layer)) or compat.adds_loss_of_script(layer):
                 add_loss = partial(self._add_loss, f"{ADDED_LOSS} {index}")
                 replaced.replace(layer, "add_loss", add_loss)

@@ -20,7 +20,7 @@ from npu_device._src.training.fit.replaced import Replaced
 from npu_device._src.world.current_step import CurrentStep
 
 METRIC = "metric"
-"""How the names of numbers given to metrics begin; see ``CurrentStep.is_sum``."""
+"""How the names of numbers given to metrics begin; see ``CurrentStep.register_number``."""
 
 
 class _Result(NamedTuple):

@@ -7,7 +7,8 @@ For good, on the model (``Replica._methods`` has the reasons): ``make_train_func
 the three that write files. On ranks but 0 ``save_own_variables`` and ``_trackable_children``, which functions that
 save a model call: a warning says that each rank writes (``files``).
 
-For good, on each optimizer that a step can reach (``weighting``, ``optimizer_wrapper``):
+For good, at each ``fit`` on each optimizer that a step can reach (``Function.make``; ``weighting``,
+``reducing_methods``):
 
 - ``apply_gradients``, ``apply``, ``aggregate_gradients``, ``_aggregate_gradients``: they reduce gradients first
 - ``_all_reduce_sum_gradients`` of Keras 3: no sum over replicas, which TensorFlow would keep for good

@@ -62,7 +62,8 @@ def modes_that_differ(
 ) -> list[str]:
     """Compare all batches by mode; return, with a warning, the modes whose batches rank 0 is to send from now on.
 
-    Raises ValueError after ``evaluate`` and ``predict``, and for modes in which each rank reads its own rows.
+    Raises ValueError after ``evaluate`` and ``predict``, and for modes with pipelines or ``rows``; the batches of
+    ``divided`` are never compared.
     """
     checksums_of_ranks = world.objects(checksums, "checksums of all batches")
     modes = []

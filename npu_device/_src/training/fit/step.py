@@ -45,7 +45,7 @@ _COMPUTED_LOGS_WARNING = (
 )
 
 LOGS = "logs"
-"""The name of the logs of a step among those who take numbers; see ``CurrentStep.is_sum``."""
+"""The name of the logs of a step among those who take numbers; see ``CurrentStep.register_number``."""
 
 
 def train_or_test_step(context: StepContext) -> Callable[[Any], Any]:
@@ -90,7 +90,7 @@ def predict_step(context: StepContext) -> Callable[[Any], Any]:
 
 @compat.do_not_convert
 def _batch_to_use(context: StepContext, batch: Any) -> Any:
-    """Return the batch to work on: rank 0's, if the ranks' differ; else it is counted in their checksum."""
+    """Return the batch to work on: rank 0's, once it sends its batches; else this one, counted in the checksum."""
     if is_tagged(batch):
         # 0 for ``divided``, whose ranks read different rows: there is nothing to compare.
         context.checksum.add(mark_of(batch))

@@ -7,8 +7,8 @@ The loss gets the factor, or the gradients do, never both:
 - A custom step, written by the script: its gradients are multiplied when the optimizer reduces them.
 - A custom step that calls ``minimize`` of tf-keras: that multiplies the loss.
 
-The way to the reduction: the optimizer's ``apply`` or ``apply_gradients`` (``optimizer_wrapper``), ``reduce_once``, and
-``WeightedReducer.reduce``.
+The way to the reduction: the optimizer's ``apply`` or ``apply_gradients`` (``reducing_methods``),
+``GradientReducer.apply``, ``reduce_once``, and ``WeightedReducer.reduce``.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class WeightedReducer(GradientReducer):
         if reduced_by_step(gradients):
             return gradients
         contributions = self.weighted_contributions(gradients, step, optimizer)
-        # No pair is kept: ``fit`` compares the batches themselves.
+        # Unlike the base class, this keeps no pair for ``same_samples``: ``fit`` compares the batches themselves.
         reduced = self.over_ranks(optimizer, "sum", contributions, owners)
         self.remember(reduced)
         return reduced
@@ -75,7 +75,8 @@ class WeightedReducer(GradientReducer):
         That is ``factor_for``, times the number of ranks for a mean.
         """
         factor = step.factor_for(self)
-        # Accumulated gradients are reduced by a mean (``_means``). The first-step check takes each step's gradients.
+        # Accumulated gradients are reduced by a mean (``_reduced_or_accumulated``). The first-step check takes each
+        # step's gradients.
         is_mean = self.accumulates(optimizer) and not step.is_dry_run
         if is_mean:
             return factor * self.world.size
