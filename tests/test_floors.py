@@ -95,7 +95,7 @@ INSIDE = {
         ("engines/host/memory_ring", "engines/host/message_channel", "engines/host/queue"),
         ("engines/host/sockets", "engines/host/mpi_messages"),
         ("engines/host/sharing", "engines/host/host_engine", "engines/tensorflow/kernels", "stall"),
-        ("engines/host/host_detection", "engines/host/transfers", "engines/tensorflow/engine"),
+        ("engines/host/host_detection", "engines/host/pair_transfers", "engines/tensorflow/engine"),
         ("engines/engines",),
         ("job",),
         ("agreed_engine", "engine_choice", "engine_text", "tensorflow_server"),

@@ -14,7 +14,7 @@ import pytest
 import tensorflow as tf
 
 from npu_device._src.collectives.call import Terms
-from npu_device._src.collectives.call_count import CallCount
+from npu_device._src.collectives.call_count import HostTransferCount
 from npu_device._src.collectives.dtypes import FOLDS
 from npu_device._src.collectives.engines.host import transfer_rounds
 from npu_device._src.collectives.engines.host.buffers import ALIGNMENT, BufferPool
@@ -34,7 +34,7 @@ class Members:
         memory = mmap.mmap(-1, Layout(size).bytes)
         self.size = size
         rings = [partial(MemoryRing, memory, size, rank, lambda: None) for rank in range(size)]
-        self.engines = [HostQueue(ring, CallCount(), BufferPool(), -1) for ring in rings]
+        self.engines = [HostQueue(ring, HostTransferCount(), BufferPool(), -1) for ring in rings]
 
     def together(self, act: Callable[[int, HostQueue], Any]) -> list[Any]:
         """``act(rank, engine)`` on a thread for each member; the results."""

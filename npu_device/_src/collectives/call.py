@@ -1,9 +1,9 @@
 """A rank's next call of a collective: what the ranks compare of it, the thread and line that made it, and the error for
 calls that differ.
 
-Every rank sends a fingerprint of its call (collective, dtypes, shapes, reduction, root, thread): in shared memory with
-the first data, between hosts in a message before the data. The fingerprint has the same form for every call, so that
-the messages fit even if the calls don't.
+Every rank sends a fingerprint of its call (collective, dtypes, reduction, root, thread) and a digest of the shapes: in
+shared memory with the first data, between hosts in a message before the data. Both have the same form for every call,
+so that the messages fit even if the calls don't.
 """
 
 from __future__ import annotations

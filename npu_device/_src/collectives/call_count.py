@@ -23,7 +23,7 @@ _MOST_DESTROYED = 100  # groups whose number of transfers is remembered
 _TRANSFER = {"collective": "a transfer of data", "line": "TensorFlow's backend"}
 
 
-class CallCount:
+class HostTransferCount:
     """How many transfers of a group this rank has begun and ended, of those that Python moves."""
 
     def __init__(self, started: int = 0) -> None:
@@ -49,7 +49,7 @@ class CallCount:
         return {"begun": self.started, "waiting": self.is_waiting, "call": self._row()}
 
 
-class TransferCount:
+class TensorFlowTransferCount:
     """A count of TensorFlow's transfers: the ranks have agreed on a call, and one of them may stop amid its data."""
 
     def __init__(self, device: str) -> None:
@@ -79,30 +79,30 @@ class TransferCount:
         return {"begun": started, "waiting": started > ended, "call": _TRANSFER}
 
 
-Count = Union[CallCount, TransferCount]
+Count = Union[HostTransferCount, TensorFlowTransferCount]
 
 
-class CallCounts:
+class HostTransferCounts:
     """The counts of all groups of this rank, each made at its first use."""
 
     def __init__(self) -> None:
-        self._calls = GroupTable[CallCount]()
-        self._transfers = GroupTable[TransferCount]()
+        self._calls = GroupTable[HostTransferCount]()
+        self._transfers = GroupTable[TensorFlowTransferCount]()
         # Transfers of the groups that were destroyed last. The others may use them a little longer, and the same group
         # may be made again.
         self._destroyed: dict[Group, int] = {}
 
-    def of(self, group: Group) -> CallCount:
+    def of(self, group: Group) -> HostTransferCount:
         """Return the count of the transfers of a group that Python moves."""
-        return self._calls.of(group, lambda group: CallCount(self._destroyed.pop(group, 0)))
+        return self._calls.of(group, lambda group: HostTransferCount(self._destroyed.pop(group, 0)))
 
-    def transfers_of(self, group: Group, device: str) -> TransferCount:
+    def transfers_of(self, group: Group, device: str) -> TensorFlowTransferCount:
         """Return the count of a group's transfers through TensorFlow, kept on the CPU of this rank."""
         # The stall watch tells them by a name of their own from the transfers that Python moves.
         transfers = replace(
             group, name=f"{group.name}/transfers", parent=group.parent or group.name
         )
-        return self._transfers.of(transfers, lambda _: TransferCount(device))
+        return self._transfers.of(transfers, lambda _: TensorFlowTransferCount(device))
 
     def started(self) -> dict[GroupId, int]:
         """Return how many transfers have begun in each group, destroyed ones included. TensorFlow's are left out:

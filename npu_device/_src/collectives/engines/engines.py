@@ -30,10 +30,10 @@ from npu_device._src.collectives.engines.host.channel import Channel
 from npu_device._src.collectives.engines.host.host_engine import GraphOrders, HostEngine
 from npu_device._src.collectives.engines.host.memory_ring import Layout, MemoryRing
 from npu_device._src.collectives.engines.host.mpi_messages import MpiMessages
+from npu_device._src.collectives.engines.host.pair_transfers import PairQueue, Pairs
 from npu_device._src.collectives.engines.host.queue import HostQueue
 from npu_device._src.collectives.engines.host.sharing import FIRST_BYTE, connect
 from npu_device._src.collectives.engines.host.sockets import SmallMessages, SocketMesh
-from npu_device._src.collectives.engines.host.transfers import PairQueue, Pairs
 from npu_device._src.collectives.engines.tensorflow.engine import TensorFlowEngine
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.hosts_of_job import JobHosts
@@ -260,7 +260,8 @@ def _queue_of(
     """Return the queue of a group, given what makes its channel when its first transfer runs, and from how many bytes a
     transfer goes to the background.
     """
-    # Long transfers proceed while TensorFlow computes, unless they would take its only core from it.
+    # Long transfers proceed while TensorFlow computes, unless they would take its only core from it. Those that always
+    # go to the background (0) mostly wait for the network.
     if context.cores == 1 and background_from:
         background_from = sys.maxsize
     channel = partial(connect, context, group)

@@ -244,7 +244,7 @@ class Channel:
     """
 
     reaches_all: bool  # what a member publishes reaches all at the cost of one copy; else each reader is sent its part
-    ahead: int  # how many rounds a member publishes before it has to read
+    ahead: int  # how many rounds are published beyond the one that is read next
     slot_bytes: int  # the most that a member publishes in one round
 
     def __init__(self, size: int, rank: int, counts: tuple[int, ...], buffers: BufferPool) -> None:

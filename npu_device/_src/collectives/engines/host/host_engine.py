@@ -3,8 +3,8 @@
 In a tf.function each segment of a list is a start, which passes the memory of its tensors and never waits for other
 ranks, and a finish, which waits; a single transfer is one operation. Starts run in the order of the program, also in
 loops, and so do finishes. Every rank starts in the same order, so any number of threads suffices: the first transfer
-that some rank hasn't started yet can't be blocked by a finish. A list of segments is started as backward produces it
-and finished when all of it is started.
+that some rank hasn't started yet can't be blocked by a finish, nor by a single transfer, which all ranks have begun. A
+list of segments is started as backward produces it and finished when all of it is started.
 
 In eager mode both happen at once, without a TensorFlow operation.
 """
@@ -94,7 +94,7 @@ class ArrayEngine:
 
 
 class HostEngine(ArrayEngine):
-    """An engine whose transfers Python runs; see ``engines.Engine``."""
+    """An engine whose transfers Python runs. Its methods tell what those of every engine do."""
 
     def all_reduce(
         self,

@@ -57,7 +57,7 @@ class MessageChannel(Channel):
         raise NotImplementedError
 
     def run(self, rounds: Rounds, head: Head | None) -> Program:
-        """Run rounds, of which several are on their way. The members have agreed on the call: there is no head."""
+        """Run rounds, of which several are on their way. The head isn't needed: the members have agreed on the call before."""
         del head
         under_way = deque[_StartedRound]()
         rounds_read = 0
@@ -69,11 +69,11 @@ class MessageChannel(Channel):
                 under_way.append(self._start(upcoming))
                 upcoming = next(rounds, None)
                 continue
-            exchange = under_way.popleft()
-            for message in exchange.messages:
+            started = under_way.popleft()
+            for message in started.messages:
                 while not message.Test():
                     yield message
-            exchange.round.read(exchange.rows)
+            started.round.read(started.rows)
             rounds_read += 1
 
     def _start(self, exchange: Round) -> _StartedRound:

@@ -24,7 +24,7 @@ import tensorflow as tf
 
 from npu_device._src.cluster.rank_errors import PeerError
 from npu_device._src.collectives.call import Terms
-from npu_device._src.collectives.call_count import CallCount
+from npu_device._src.collectives.call_count import HostTransferCount
 from npu_device._src.collectives.dtypes import ArrayList
 from npu_device._src.collectives.engines.host.buffers import BufferPool
 from npu_device._src.collectives.engines.host.channel import (
@@ -80,7 +80,7 @@ class HostQueue:
     def __init__(
         self,
         connect: Callable[[], Channel],
-        count: CallCount,
+        count: HostTransferCount,
         buffers: BufferPool,
         background_from: int,
     ) -> None:
@@ -138,7 +138,7 @@ class HostQueue:
 
     def _run_in_background(self) -> None:
         if self._thread is None:
-            self._thread = start_thread("npu_device-shared", self._run_queue)
+            self._thread = start_thread("npu_device-transfers", self._run_queue)
         self._work.set()
 
     def _run_queue(self) -> None:

@@ -305,7 +305,7 @@ def _aligned(size: Any) -> Any:
 
 class SmallMessages(SocketMesh):
     """One member's end; see ``channel.Channel``. In each step of a round a member sends to another one, and then knows
-    of twice as many.
+    of twice as many. A message is so small that each member reduces everything, one round after the other.
     """
 
     reaches_all = True
