@@ -82,7 +82,7 @@ class TensorFlowTransferCount:
 Count = Union[HostTransferCount, TensorFlowTransferCount]
 
 
-class HostTransferCounts:
+class CallCounts:
     """The counts of all groups of this rank, each made at its first use."""
 
     def __init__(self) -> None:

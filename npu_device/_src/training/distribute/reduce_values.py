@@ -106,8 +106,9 @@ def reduce_by_hand(
     options: ReductionOptions,
     level: int = logging.WARNING,
 ) -> list:
-    """Reduce what may be gradients: ``values`` of the script, as ``tensors``. In a function or the graph of a session, the
-    ranks compare their variables before.
+    """Reduce what may be gradients: ``values`` of the script, as ``tensors``.
+
+    In a function or the graph of a session, the ranks compare their variables before.
     """
     variables = make_equal_behind(world, tensors, level)
     reduced = reduce_compared(world, tensors, lambda: world.reduce(tensors, options))

@@ -57,7 +57,7 @@ class MessageChannel(Channel):
         raise NotImplementedError
 
     def run(self, rounds: Rounds, head: Head | None) -> Program:
-        """Run rounds, of which several are on their way. The head isn't needed: the members have agreed on the call before."""
+        """Run rounds, of which several are on their way. The members have agreed on the call before, without a head."""
         del head
         under_way = deque[_StartedRound]()
         rounds_read = 0
