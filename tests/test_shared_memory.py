@@ -49,6 +49,36 @@ def test_a_tensor_that_is_kept_never_changes(several_ranks: Pool) -> None:
         assert len(same) > 30 and all(same)
 
 
+def body_depth() -> tuple[int, list[str]]:
+    """Return how many frames of the package are on the stack at most, and which, in an all-reduce of 4 MiB."""
+    npu.open()
+    root = os.path.dirname(npu.__file__)
+    large = tf.ones([1 << 20])
+    for _ in range(3):
+        npu.distribute.all_reduce(large, "sum")
+    deepest: list[str] = []
+    own_frame = sys._getframe()
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        names = []
+        while event == "call" and frame not in (own_frame, None):
+            if frame.f_code.co_filename.startswith(root):
+                names.append(f"{Path(frame.f_code.co_filename).name}: {frame.f_code.co_name}")
+            frame = frame.f_back
+        if len(names) > len(deepest):
+            deepest[:] = reversed(names)
+
+    sys.setprofile(note)
+    npu.distribute.all_reduce(large, "sum")
+    sys.setprofile(None)
+    return len(deepest), deepest
+
+
+def test_a_call_is_thirteen_frames_deep_at_most(two_ranks: Pool) -> None:
+    for depth, names in two_ranks.run(body_depth):
+        assert 8 < depth <= 13, names
+
+
 APART = """
 import ctypes, os, sys
 if os.environ["RANK_ID"] == "1":

@@ -7,20 +7,29 @@ ends long before backward produces the first one.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterator, Sequence
-from typing import Any, Callable, Optional, Union
+from typing import Any, Callable, Optional
 
 import tensorflow as tf
 
 from npu_device._src.collectives.call import AGREED, Terms
 from npu_device._src.collectives.dtypes import TensorList, Tensors, TensorsOrSpecs, Wire, wire_dtype
-from npu_device._src.collectives.engines.engines import Engine, LevelEngine, TwoLevelEngine
+from npu_device._src.collectives.engines.engines import Engine, Engines, TwoLevelEngine
 from npu_device._src.collectives.engines.host.host_engine import HostEngine
 from npu_device._src.collectives.engines.host.sockets import fits
 from npu_device._src.collectives.engines.tensorflow.engine import rounded
 from npu_device._src.collectives.graph import differentiable
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
+
+
+class Route(enum.Enum):
+    """How the ranks compare a call, the same on every rank."""
+
+    WITH_DATA = enum.auto()  # with the first data; not at all, if the ranks have agreed before
+    IN_MESSAGE = enum.auto()  # in the message in which the data travel, since they are small
+    BEFORE_DATA = enum.auto()  # in a message before the data move
 
 
 class AgreedEngine:
@@ -31,7 +40,13 @@ class AgreedEngine:
             carry what tells the call from others.
     """
 
-    def __init__(self, job: Job, group: Group, terms: Terms = AGREED, route: Route = None) -> None:
+    def __init__(
+        self,
+        job: Job,
+        group: Group,
+        terms: Terms = AGREED,
+        route: Route | tf.Tensor = Route.WITH_DATA,
+    ) -> None:
         self.job = job
         self.group = group
         self.terms: Terms | None = terms
@@ -53,24 +68,16 @@ class AgreedEngine:
             return gradient_engine.all_reduce([upstream], reduction, wire)[0]
 
         results: list[TensorList] = [[]] * len(segments)
-        for sent_dtype, positions, lists in self._calls(segments, wire):
-            reduced = self._reduce(lists, reduction, sent_dtype)
+        for sent_dtype, positions, lists in self._by_engine_call(segments, wire):
+            engine = self._engine(lists[0][0].dtype)
+            terms = self._next_terms()
+            reduced = engine.all_reduce(lists, reduction, self.group, sent_dtype, terms)
             for position, tensors in zip(positions, reduced):
                 results[position] = tensors
                 # Each segment gets its gradient by itself: its results can be used while others are still in progress.
                 if segments[position][0].dtype.is_floating:
                     results[position] = differentiable(tensors, backward, segments[position])
         return results
-
-    def _reduce(
-        self, lists: list[Tensors], reduction: str, wire: Wire, root: int | None = None
-    ) -> list[TensorList]:
-        return self._move(
-            self._engine(lists[0][0].dtype),
-            lambda engine, terms: engine.all_reduce(
-                lists, reduction, self.group, wire, terms, root
-            ),
-        )
 
     def reduce_to_owners(
         self,
@@ -85,7 +92,7 @@ class AgreedEngine:
         results = []
         for segment in segments:
             results.append([None] * len(segment))
-        for sent_dtype, positions, lists in self._calls(segments, wire):
+        for sent_dtype, positions, lists in self._by_engine_call(segments, wire):
             owners_there = [owners[position] for position in positions]
             engine = self._engine(lists[0][0].dtype)
             assert isinstance(engine, (HostEngine, TwoLevelEngine)), "the caller asks has_owners"
@@ -101,7 +108,7 @@ class AgreedEngine:
                         results[position][index] = next(remaining)
         return results
 
-    def _calls(
+    def _by_engine_call(
         self, segments: Sequence[Tensors], wire: Wire
     ) -> Iterator[tuple[Wire, list[int], list[Tensors]]]:
         """Generate what travels in one call of an engine: the dtype in which it is sent, None for its own, and the
@@ -119,24 +126,21 @@ class AgreedEngine:
 
     def reduce(self, tensor: tf.Tensor, reduction: str, root: int) -> tf.Tensor:
         """Reduce a tensor to one rank; the other ranks get any values of the result's shape and dtype."""
-        return self._reduce([[tensor]], reduction, None, root)[0][0]
+        engine = self._engine(tensor.dtype)
+        terms = self._next_terms()
+        return engine.all_reduce([[tensor]], reduction, self.group, None, terms, root)[0][0]
 
     def broadcast(self, tensors: TensorsOrSpecs, owners: Sequence[int]) -> TensorList:
         """Return all tensors, of any dtypes, on every rank, each from the rank of the group that owns it. Of what
         others own, the spec will do if it has all dimensions.
         """
         # Tensors of all dtypes travel as bytes, by the engine for integers, since NCCL takes no bytes.
-        return self._move(
-            self._engine(tf.int32),
-            lambda engine, terms: engine.broadcast(tensors, owners, self.group, terms),
-        )
+        return self._engine(tf.int32).broadcast(tensors, owners, self.group, self._next_terms())
 
     def gather(self, row: tf.Tensor) -> tf.Tensor:
         """Return all ranks' rows on every rank: [1, n] in, [group.size, n] out; n is the same on all ranks."""
-        gathered = self._move(
-            self._engine_of_rows(row.dtype),
-            lambda engine, terms: engine.all_gather(row[0], self.group, terms),
-        )
+        engine = self._engine_of_rows(row.dtype)
+        gathered = engine.all_gather(row[0], self.group, self._next_terms())
         gradient_engine = self._for_gradients()
 
         def backward(upstream: tf.Tensor) -> tf.Tensor:
@@ -149,10 +153,8 @@ class AgreedEngine:
         """Send row i to rank i, and return the row from rank i as row i: [group.size, n] in and out; n is the same on
         all ranks.
         """
-        received = self._move(
-            self._engine_of_rows(rows.dtype),
-            lambda engine, terms: engine.all_to_all(rows, self.group, terms),
-        )
+        engine = self._engine_of_rows(rows.dtype)
+        received = engine.all_to_all(rows, self.group, self._next_terms())
         return differentiable_move(received, self._for_gradients().exchange, rows)
 
     def send(self, tensor: tf.Tensor) -> tf.Tensor:
@@ -168,7 +170,8 @@ class AgreedEngine:
 
         TensorFlow's engine remembers each length forever, so it gets few.
         """
-        if self._engine_of_rows(dtype) is self.job.engines.tensorflow:
+        engines = self.job.engines
+        if engines.engine_for_rows(self.group, dtype) is engines.tensorflow:
             return rounded(longest)
         # Other engines keep nothing by length, and would only send more padding.
         return longest
@@ -181,28 +184,20 @@ class AgreedEngine:
             comparing = engines.shared_memory
         return comparing.exchange_terms(self.group, self._next_terms())
 
-    def _engine(self, dtype: tf.DType) -> Engine:
-        return self.job.engines.engine_for_reduction(self.group, dtype)
+    def _engine(self, dtype: tf.DType) -> Any:
+        return self._on_route(self.job.engines.engine_for_tensors(self.group, dtype))
 
-    def _engine_of_rows(self, dtype: tf.DType) -> LevelEngine:
-        return self.job.engines.engine_for_rows(self.group, dtype)
+    def _engine_of_rows(self, dtype: tf.DType) -> Any:
+        return self._on_route(self.job.engines.engine_for_rows(self.group, dtype))
 
-    def _move(self, engine: Engine, move: Callable[[Any, Terms], Any]) -> Any:
-        """Return ``move(engine, terms)``, with the engine of messages instead if the data travel in the message that
-        compares the call.
-        """
-        terms = self._next_terms()
-        messages = self.job.engines.messages
-        if not isinstance(self._route, tf.Tensor):
-            if self._route:
-                engine = messages
-            return move(engine, terms)
-
-        def after_message() -> Any:
-            with tf.control_dependencies(messages.exchange_terms(self.group, terms)):
-                return move(engine, AGREED)
-
-        return tf.cond(self._route, lambda: move(messages, terms), after_message)
+    def _on_route(self, engine: Engine) -> Any:
+        """Return what moves the data of the call, which is an engine, or has the methods of one."""
+        engines = self.job.engines
+        if isinstance(self._route, tf.Tensor):
+            return _EngineBySize(self._route, engines, engine)
+        if self._route is Route.IN_MESSAGE:
+            return engines.messages
+        return engine
 
     def _for_gradients(self) -> AgreedEngine:
         """Return the engine for gradients of the call, on which the ranks agree with the call itself. It doesn't hold
@@ -217,31 +212,80 @@ class AgreedEngine:
         return terms
 
 
-# The routes
-
-Route = Union[bool, tf.Tensor, None]
-"""How the ranks compare a call, the same on every rank. True: in the message in which the data travel, since they are
-small. False: in a message before the data move. A tensor: one of the two, which only the running graph knows. None:
-with the first data, or not at all, as the ranks have agreed before.
-"""
+# The routes of calls between hosts
 
 
 def route_of(
     job: Job, group: Group, tensors: Sequence, is_ragged: bool, has_owners: bool = False
-) -> Route:
-    """Return the route of a call. ``has_owners``: each rank sends data of another size, which a message can't take."""
+) -> Route | tf.Tensor:
+    """Return the route of a call. Where only the running graph knows it, a tensor: True for ``IN_MESSAGE``, False for
+    ``BEFORE_DATA``.
+
+    ``has_owners``: each rank sends data of another size, which a message can't take.
+    """
     # None has no dtype: it stands for a gradient that a rank doesn't have.
     dtypes = [tensor.dtype for tensor in tensors if tensor is not None]
     uses_nccl = any(map(job.hosts.uses_nccl, dtypes))
     is_one_host = job.hosts.number_of(group.ranks) == 1
     # A send and its receive compare on their own connection.
     if group.tag is not None or (is_one_host and not uses_nccl):
-        return None
+        return Route.WITH_DATA
     is_dense = all(isinstance(tensor, (tf.Tensor, tf.TensorSpec)) for tensor in tensors)
     if uses_nccl or is_ragged or has_owners or not is_dense:
-        return False
+        return Route.BEFORE_DATA
     # Small data between hosts travels in the message that compares, and needs no second one.
-    return fits(job, group.size, tensors)
+    is_small = fits(job, group.size, tensors)
+    if isinstance(is_small, tf.Tensor):
+        return is_small
+    if is_small:
+        return Route.IN_MESSAGE
+    return Route.BEFORE_DATA
+
+
+class _EngineBySize:
+    """Moves data in the message that compares the call, if they are small, and else after that message, by an engine.
+    Only the running graph knows which.
+    """
+
+    def __init__(self, is_small: tf.Tensor, engines: Engines, engine: Engine) -> None:
+        self._is_small = is_small
+        self._messages = engines.messages
+        self._engine = engine
+
+    def all_reduce(
+        self,
+        segments: Sequence[Tensors],
+        reduction: str,
+        group: Group,
+        wire: Wire,
+        terms: Terms,
+        root: int | None = None,
+    ) -> Any:
+        def move(engine: Any, terms: Terms) -> Any:
+            return engine.all_reduce(segments, reduction, group, wire, terms, root)
+
+        return self._move(move, group, terms)
+
+    def broadcast(
+        self, tensors: TensorsOrSpecs, owners: Sequence[int], group: Group, terms: Terms
+    ) -> Any:
+        def move(engine: Any, terms: Terms) -> Any:
+            return engine.broadcast(tensors, owners, group, terms)
+
+        return self._move(move, group, terms)
+
+    def all_gather(self, row: tf.Tensor, group: Group, terms: Terms) -> Any:
+        return self._move(lambda engine, terms: engine.all_gather(row, group, terms), group, terms)
+
+    def all_to_all(self, rows: tf.Tensor, group: Group, terms: Terms) -> Any:
+        return self._move(lambda engine, terms: engine.all_to_all(rows, group, terms), group, terms)
+
+    def _move(self, move: Callable[[Any, Terms], Any], group: Group, terms: Terms) -> Any:
+        def after_message() -> Any:
+            with tf.control_dependencies(self._messages.exchange_terms(group, terms)):
+                return move(self._engine, AGREED)
+
+        return tf.cond(self._is_small, lambda: move(self._messages, terms), after_message)
 
 
 # Gradients

@@ -179,9 +179,8 @@ class Terms(NamedTuple):
     """What the ranks compare of a call before they read each other's data."""
 
     fingerprint: tuple[int, int]  # see ``Call.fingerprint``
-    # 32 bits, the same if the tensors' shapes are, and in a function the calling threads; a tensor if only the graph
-    # knows it.
-    shapes: int | tf.Tensor
+    # Of the tensors' shapes and, in a function, the calling thread: 32 bits; a tensor if only the graph knows it.
+    digest: int | tf.Tensor
     row: Optional[Callable[[], Row]]  # the call as the stall watch shows it; None for ``AGREED``
     overlaps: bool  # another thread of this rank is in a call of the group: every rank refuses
     # Returns the error for calls that differ, given the position of the transfer in the group.
@@ -190,7 +189,7 @@ class Terms(NamedTuple):
 
     def of_later_transfers(self) -> Terms:
         """Return what they have: which call they belong to. Nothing of it refers to the graph."""
-        return self._replace(shapes=0, agreed=True)
+        return self._replace(digest=0, agreed=True)
 
 
 def _refuse(position: int) -> Exception:

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from npu_device._src import compat
 from npu_device._src.cluster.rank_errors import PeerError
-from npu_device._src.collectives.agreed_engine import AgreedEngine, route_of
+from npu_device._src.collectives.agreed_engine import AgreedEngine, Route, route_of
 from npu_device._src.collectives.call import Call, Terms, describe, mismatch, shapes_digest
 from npu_device._src.collectives.calling_threads import calling_thread
 from npu_device._src.collectives.graph import differentiable, require_order, runs_if_fetched
@@ -85,12 +85,13 @@ class Collective:
         with in_call as overlaps:
             terms = self._terms(job, call, overlaps)
             if not is_eager and group.tag is None:
-                # Added to the number of the shapes: 0 for the main thread, on each rank another one to refuse.
+                # Added to the digest of the shapes: 0 for the main thread, on each rank another one to refuse.
                 number = job.threads.number_at_each_call(group, exchange)
-                terms = terms._replace(shapes=tf.convert_to_tensor(terms.shapes, tf.int32) + number)
+                digest = tf.convert_to_tensor(terms.digest, tf.int32) + number
+                terms = terms._replace(digest=digest)
             route = route_of(job, group, self.values, self.is_ragged, self.has_owners)
             engine = AgreedEngine(job, group, terms, route)
-            if route is False:
+            if route is Route.BEFORE_DATA:
                 # A message of its own comes before the data, which may have any size.
                 with tf.control_dependencies(engine.compare()):
                     return self.body(engine, *inputs)

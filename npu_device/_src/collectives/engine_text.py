@@ -50,7 +50,7 @@ def explained(job: Job, group: Group) -> str:
         library = f"MPI ({job.mpi_world.library})"
     engine = {"mpi": library, "tcp": "TCP"}.get(name, "TensorFlow's ring over gRPC")
     why = "each rank has a host to itself"
-    if isinstance(job.engines.engine_for_reduction(group, tf.float32), TwoLevelEngine):
+    if isinstance(job.engines.engine_for_tensors(group, tf.float32), TwoLevelEngine):
         engine = f"shared memory within each host, and {engine} between them"
         why = "hosts have several ranks"
     elif environment.NPU_DEVICE_SHARED_MEMORY.get() == "off":

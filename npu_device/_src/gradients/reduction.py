@@ -143,7 +143,7 @@ def reduce_list(
             tensors_here = [tensors[position] for position in positions]
             owners_here = owners and [owners[position] for position in positions]
             reduction = ListReduction(job, tensors_here, segments_here, options, group, owners_here)
-            for position, reduced_here in zip(positions, reduction.run()):
+            for position, reduced_here in zip(positions, reduction.collective().run(job)):
                 reduced[position] = _with_shape_of(tensors[position], reduced_here)
         if trace is not None:
             for segment in segments:
@@ -226,8 +226,8 @@ class ListReduction:
             if tensor is not None:
                 require_reduction("all_reduce", tensor.dtype, reduction)
 
-    def run(self) -> list[Gradient]:
-        """Reduce the list; every rank of the group calls this."""
+    def collective(self) -> Collective:
+        """Return the call that reduces the list; every rank of the group runs it."""
         # The arguments that have to be the same on all ranks.
         agreed = {
             "reduction": self.options.reduction,
@@ -243,7 +243,7 @@ class ListReduction:
         if self.owners is not None:
             name = "reduce_to_owners"
             agreed["owners"] = digest_of(self.owners)
-        collective = Collective(
+        return Collective(
             name,
             self.group,
             self.tensors,
@@ -254,7 +254,6 @@ class ListReduction:
             gradient=gradient,
             has_owners=self.owners is not None,
         )
-        return collective.run(self.job)
 
     def _reduce_by(self, engine: AgreedEngine, *inputs: Any) -> list[Gradient]:
         """Reduce the list; after its values, the inputs are the counts of rows of each lookup, where they matter."""
@@ -284,7 +283,7 @@ class ListReduction:
         require_differentiable("all_reduce", self.options.reduction)
         # The gradients of the results travel in the same segments.
         reduction = ListReduction(self.job, upstream, self.segments, self.options, self.group)
-        return reduction.run()
+        return reduction.collective().run(self.job)
 
     def _specs(self) -> list[tf.TypeSpec | None]:
         return [_spec_of_result(tensor, self.options.reduction) for tensor in self.tensors]

@@ -303,7 +303,7 @@ class Engines:
         # The engines that hold something for each group, which has to be freed with it.
         self._on_arrays = (self.shared_memory, self.messages, mpi, tcp, self.pairs)
 
-    def engine_for_reduction(self, group: Group, dtype: tf.DType) -> Engine:
+    def engine_for_tensors(self, group: Group, dtype: tf.DType) -> Engine:
         """Return the engine that reduces and spreads tensors of a dtype in a group, the same on every rank."""
         hosts = self._context.hosts
         engine = self.engine_for_rows(group, dtype)

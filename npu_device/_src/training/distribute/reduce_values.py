@@ -12,7 +12,12 @@ import tensorflow as tf
 from npu_device._src import compat
 from npu_device._src.collectives.dtypes import mean_dtype
 from npu_device._src.collectives.group import WORLD_GROUP
-from npu_device._src.gradients.reduction import ReductionOptions, weighted, with_values
+from npu_device._src.gradients.reduction import (
+    ReductionOptions,
+    reduce_list,
+    weighted,
+    with_values,
+)
 from npu_device._src.training.distribute.synchronized_layers import note_reduced
 from npu_device._src.training.opening.current_world import current_world
 from npu_device._src.training.watching.applied_gradients import AppliedGradients
@@ -94,7 +99,7 @@ def all_reduce(
     elif adds_up and tf.nest.is_nested(values):
         reduced = reduce_by_hand(world, leaves, tensors, options)
     else:
-        reduced = world.reduce(tensors, options)
+        reduced = reduce_list(world.job, tensors, options, world.group)
         watch_reduction(world, leaves, tensors, reduced, options)
     return tf.nest.pack_sequence_as(values, reduced)
 

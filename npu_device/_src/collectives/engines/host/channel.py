@@ -39,8 +39,8 @@ class Mismatch(Exception):
 def head_of(terms: Terms) -> Head:
     """Return the head of a call."""
     if terms.agreed:
-        return (*terms.fingerprint, int(terms.shapes), _AGREED)
-    return (*terms.fingerprint, int(terms.shapes), _OVERLAPS if terms.overlaps else _COMPARES)
+        return (*terms.fingerprint, int(terms.digest), _AGREED)
+    return (*terms.fingerprint, int(terms.digest), _OVERLAPS if terms.overlaps else _COMPARES)
 
 
 def compares(head: Head) -> bool:

@@ -201,7 +201,7 @@ class MemoryRing(Channel):
                 self._publish(step, head)
                 published.append(upcoming)
                 upcoming = next(rounds, None)
-            # Read the oldest. Its slot is given back even if the heads differ.
+            # Read the oldest.
             oldest = published.popleft()
             # All heads are compared, also of members that publish nothing.
             publishers = oldest.publishers
@@ -209,7 +209,16 @@ class MemoryRing(Channel):
                 publishers = range(self.size)
             published_counters = [self._write_counters[member] for member in publishers]
             yield from _unreached(published_counters, self._step + 1)
-            self._read_oldest(oldest, head)
+            slot = self._step % self.slots
+            # The step is counted before reading, and this member's slot given back after it, even if the heads differ.
+            self._step += 1
+            try:
+                if head is not None:
+                    # For a few numbers, lists are faster than numpy.
+                    require_same(self._heads[:, slot].tolist())
+                oldest.read_slots(self._rings.view(oldest.dtype)[:, slot], self.rank)
+            finally:
+                self._read_counters[self.rank].advance_to(self._step)
             rounds_read += 1
             head = None
 
@@ -218,19 +227,6 @@ class MemoryRing(Channel):
         if head is not None:
             self._heads[self.rank, step % self.slots] = head
         self._write_counters[self.rank].advance_to(step + 1)
-
-    def _read_oldest(self, oldest: Round, head: Head | None) -> None:
-        """Compare the heads, if there is one, read what this member needs of all slots, and give its own back."""
-        slot = self._step % self.slots
-        # The step is counted before reading, so that a failed comparison leaves all members at the same one.
-        self._step += 1
-        try:
-            if head is not None:
-                # For a few numbers, lists are faster than numpy.
-                require_same(self._heads[:, slot].tolist())
-            oldest.read_slots(self._rings.view(oldest.dtype)[:, slot], self.rank)
-        finally:
-            self._read_counters[self.rank].advance_to(self._step)
 
     def close(self) -> None:
         # Once every member has mapped the memory, it needs no name: it goes with its last reader.

@@ -158,8 +158,17 @@ class HostQueue:
         """Run the first transfer, to its end or as far as it goes; return whether it has ended. Needs the lock."""
         started = self._queue[0]
         try:
-            if not self._advance(started, wait):
+            if self._broken is not None:
+                raise _broken_by(self._broken)
+            channel = self.channel or self._connect()
+            self.channel = channel
+            if started.program is None:
+                started.program = channel.run(started.make_rounds(channel), head_of(started.terms))
+            if not channel.advance(started.program, wait):
                 return False
+        except Mismatch as error:
+            # All members see the mismatch in the same step, so the channel stays usable.
+            started.error = error
         except BaseException as error:
             started.error = error
             # The members are no longer at the same step, so that the channel is useless.
@@ -171,21 +180,6 @@ class HostQueue:
         with self._ended:
             started.ended_at = time.time_ns()
             self._ended.notify_all()
-        return True
-
-    def _advance(self, started: StartedTransfer, wait: Wait) -> bool:
-        if self._broken is not None:
-            raise _broken_by(self._broken)
-        channel = self.channel or self._connect()
-        self.channel = channel
-        if started.program is None:
-            started.program = channel.run(started.make_rounds(channel), head_of(started.terms))
-        try:
-            if not channel.advance(started.program, wait):
-                return False
-        except Mismatch:
-            # All members see the mismatch in the same step, so the channel stays usable.
-            started.error = started.terms.error_for_mismatch(started.position)
         return True
 
     def finish(self, started: StartedTransfer) -> Finished:
@@ -203,6 +197,8 @@ class HostQueue:
                         self._advance_first(Wait.SPINNING)
             # Transfers that were started meanwhile could not publish while this thread had the lock.
             self._publish()
+            if isinstance(started.error, Mismatch):
+                raise started.terms.error_for_mismatch(started.position)
             if started.error is not None:
                 raise started.error
             return started.ended_at, started.results

@@ -48,10 +48,9 @@ def reduce(
 ) -> Rounds:
     """Reduce a stream to its readers, all members or one, each of which has a ``result`` as long as the stream."""
     stream, fold, scale = _prepared(channel, stream, result.dtype, reduction)
-    is_read_whole = (
-        stream.length * stream.dtype.itemsize <= _SCATTER_FROM_BYTES or len(readers) == 1
-    )
-    if channel.size == 2 or (channel.reaches_all and is_read_whole):
+    is_long = stream.length * stream.dtype.itemsize > _SCATTER_FROM_BYTES
+    has_work_to_share = is_long and len(readers) > 1
+    if channel.size == 2 or (channel.reaches_all and not has_work_to_share):
         return _reduce_at_each_reader(channel, stream, result, readers, fold)
     return _ScatterGatherReduction(channel, stream, result, readers, fold, scale).rounds()
 
