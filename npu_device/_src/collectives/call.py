@@ -114,8 +114,10 @@ def _kind_and_shape(tensor: Any, is_ragged: bool) -> tuple[str, tf.TensorShape |
     return tensor.dtype.name, tensor.shape
 
 
-def shapes_digest(call: Call, tensors: Sequence, is_ragged: bool) -> int | tf.Tensor:
-    """Return 32 bits that stand for all shapes, an int or int32; the same for static and dynamic shapes."""
+def shapes_digest(call: Call, tensors: Sequence, is_ragged: bool) -> tuple[int, list[tf.Tensor]]:
+    """Return a number and int32 scalars of the graph, whose sum stands for all shapes; the same for static and dynamic
+    ones. The sum is wrapped into 32 bits.
+    """
     digest = 0
     dynamic = []
     for position, (tensor, shape) in enumerate(zip(tensors, call.shapes)):
@@ -134,11 +136,12 @@ def shapes_digest(call: Call, tensors: Sequence, is_ragged: bool) -> int | tf.Te
         table = tf.constant(weights, tf.int32)
         count = tf.size(sizes)
         dynamic.append(tf.reduce_sum(sizes * table[:count]) + count * table[-1])
-    # Wrapped into the range of int32, where the graph's additions wrap around as well.
-    total = (digest + (1 << 31)) % (1 << 32) - (1 << 31)
-    if not dynamic:
-        return total
-    return tf.add_n([*dynamic, tf.constant(total)])
+    return digest, dynamic
+
+
+def wrapped(number: int) -> int:
+    """Return a number wrapped into the range of int32, as the additions of a graph are."""
+    return (number + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
 @functools.cache
@@ -179,17 +182,18 @@ class Terms(NamedTuple):
     """What the ranks compare of a call before they read each other's data."""
 
     fingerprint: tuple[int, int]  # see ``Call.fingerprint``
-    # Of the tensors' shapes and, in a function, the calling thread: 32 bits; a tensor if only the graph knows it.
-    digest: int | tf.Tensor
+    digest: int  # of shapes; 32 bits
     row: Optional[Callable[[], Row]]  # the call as the stall watch shows it; None for ``AGREED``
     overlaps: bool  # another thread of this rank is in a call of the group: every rank refuses
     # Returns the error for calls that differ, given the position of the transfer in the group.
     error_for_mismatch: Callable[[int], Exception]
     agreed: bool = False  # the ranks have compared the call, and this is a later transfer of it
+    # Added to the digest: what only the running graph knows, other shapes and, in a function, the calling thread.
+    dynamic_digest: int | tf.Tensor = 0
 
     def of_later_transfers(self) -> Terms:
         """Return what they have: which call they belong to. Nothing of it refers to the graph."""
-        return self._replace(digest=0, agreed=True)
+        return self._replace(digest=0, dynamic_digest=0, agreed=True)
 
 
 def _refuse(position: int) -> Exception:

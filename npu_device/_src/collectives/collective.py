@@ -18,8 +18,15 @@ import tensorflow as tf
 from npu_device._src import compat
 from npu_device._src.cluster.rank_errors import PeerError
 from npu_device._src.collectives.agreed_engine import AgreedEngine, Route, route_of
-from npu_device._src.collectives.call import Call, Terms, describe, mismatch, shapes_digest
-from npu_device._src.collectives.calling_threads import calling_thread
+from npu_device._src.collectives.call import (
+    Call,
+    Terms,
+    describe,
+    mismatch,
+    shapes_digest,
+    wrapped,
+)
+from npu_device._src.collectives.calling_threads import Exchange, calling_thread
 from npu_device._src.collectives.graph import differentiable, require_order, runs_if_fetched
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
@@ -83,12 +90,7 @@ class Collective:
         if is_eager:
             in_call = job.threads.in_call(group, exchange)
         with in_call as overlaps:
-            terms = self._terms(job, call, overlaps)
-            if not is_eager and group.tag is None:
-                # Added to the digest of the shapes: 0 for the main thread, on each rank another one to refuse.
-                number = job.threads.number_at_each_call(group, exchange)
-                digest = tf.convert_to_tensor(terms.digest, tf.int32) + number
-                terms = terms._replace(digest=digest)
+            terms = self._terms(job, call, overlaps, exchange)
             route = route_of(job, group, self.values, self.is_ragged, self.has_owners)
             engine = AgreedEngine(job, group, terms, route)
             if route is Route.BEFORE_DATA:
@@ -110,7 +112,7 @@ class Collective:
             return self.values
         return self.inputs
 
-    def _terms(self, job: Job, call: Call, overlaps: bool) -> Terms:
+    def _terms(self, job: Job, call: Call, overlaps: bool, exchange: Exchange) -> Terms:
         """Return what the ranks compare; ``overlaps``: another thread of this rank is in a call of the group."""
         group = self.group
         is_eager = tf.executing_eagerly()
@@ -124,8 +126,16 @@ class Collective:
                 job.health.stop(f"{type(error).__name__}: {error}")
             return error
 
-        shapes = shapes_digest(call, self.values, self.is_ragged)
-        return Terms(call.fingerprint, shapes, call.row, overlaps, error_for_mismatch)
+        digest, dynamic = shapes_digest(call, self.values, self.is_ragged)
+        if not is_eager and group.tag is None:
+            # 0 for the main thread, on each rank another one to refuse.
+            dynamic.append(job.threads.number_at_each_call(group, exchange))
+        terms = Terms(call.fingerprint, wrapped(digest), call.row, overlaps, error_for_mismatch)
+        if len(dynamic) > 1:
+            dynamic = [tf.add_n(dynamic)]
+        for dynamic_digest in dynamic:
+            terms = terms._replace(dynamic_digest=dynamic_digest)
+        return terms
 
     def _add_to_session(self, job: Job, call: Call) -> Any:
         """Add the call to the graph of a session; return its results, or the operation itself if there are none."""

@@ -38,9 +38,12 @@ class Mismatch(Exception):
 
 def head_of(terms: Terms) -> Head:
     """Return the head of a call."""
+    state = _COMPARES
     if terms.agreed:
-        return (*terms.fingerprint, int(terms.digest), _AGREED)
-    return (*terms.fingerprint, int(terms.digest), _OVERLAPS if terms.overlaps else _COMPARES)
+        state = _AGREED
+    elif terms.overlaps:
+        state = _OVERLAPS
+    return (*terms.fingerprint, terms.digest, state)
 
 
 def compares(head: Head) -> bool:

@@ -24,7 +24,7 @@ import numpy as np
 import tensorflow as tf
 
 from npu_device._src import compat
-from npu_device._src.collectives.call import AGREED, Terms
+from npu_device._src.collectives.call import AGREED, Terms, wrapped
 from npu_device._src.collectives.dtypes import (
     ArrayList,
     TensorList,
@@ -292,9 +292,9 @@ class GraphOrders:
             tickets: TensorList = []
             # All transfers start before the first is waited for, so that they travel together.
             for transfer, tensors in zip(transfers, inputs):
-                arguments = [tf.convert_to_tensor(terms.digest), *tensors]
+                arguments = [tf.convert_to_tensor(terms.dynamic_digest), *tensors]
                 # What a graph calls must not refer to a tensor of it.
-                start = partial(self._start, queue, transfer, terms._replace(digest=0))
+                start = partial(self._start, queue, transfer, terms._replace(dynamic_digest=0))
                 if len(transfers) == 1 and queue.in_order:
                     # One operation starts and waits: only later transfers of the program wait for it.
                     start_and_finish = partial(self._start_and_finish, queue, start)
@@ -310,12 +310,13 @@ class GraphOrders:
         transfer: ArrayTransfer,
         terms: Terms,
         computes_meanwhile: bool,
-        digest: Any,
+        dynamic_digest: Any,
         *arrays: np.ndarray,
     ) -> Any:
         # A rank that has stopped begins no transfer, even if the other members would come at once.
         self._context.health.require_running()
-        terms = terms._replace(digest=int(digest))
+        # Both are parts of one number, which ranks that know other shapes while tracing cut in another way.
+        terms = terms._replace(digest=wrapped(terms.digest + int(dynamic_digest)))
         return queue.start(transfer, terms, list(arrays), computes_meanwhile=computes_meanwhile)
 
     def _start_and_finish(self, queue: GroupQueue, start: Callable, *arrays: Any) -> list:

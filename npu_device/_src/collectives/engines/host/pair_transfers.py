@@ -59,7 +59,7 @@ class PairTransfer:
 
     @property
     def content(self) -> bytes:
-        return _CONTENT.pack(*self.terms.fingerprint, int(self.terms.digest), self.data.nbytes)
+        return _CONTENT.pack(*self.terms.fingerprint, self.terms.digest, self.data.nbytes)
 
 
 class PairQueue:
