@@ -90,7 +90,7 @@ def announce(command: str, text: str) -> None:
 
 
 def run(runner: str, start: PlannedProcess, options: argparse.Namespace, seconds: float) -> str:
-    """Run a script as all processes; return what is wrong, "" if nothing is.
+    """Run a script as all processes, by the module ``runner``; return what is wrong, "" if nothing is.
 
     Raises:
         subprocess.TimeoutExpired: it has taken longer than so many seconds.

@@ -21,9 +21,9 @@ from npu_device.launch import script_runs
 from npu_device.launch.argument_types import positive
 
 _RUNNER = "npu_device._src.verify.runner"
-
-
-_NOT_COMPARABLE = 3  # exit code, also for what goes wrong here: Python's own code would mean that the ranks differ
+# The exit code of ``verdict.py``, which is imported later, also for what goes wrong here: Python's own code would mean
+# that the ranks differ.
+_NOT_COMPARABLE = 3
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -89,7 +89,7 @@ def _verify(options: argparse.Namespace, sizes: Sequence[int], directory: Path) 
     from npu_device._src.verify import report
     from npu_device._src.verify.verdict import judge
 
-    verdict = judge(start.runs())
+    verdict = judge(start.stages())
     script_folder = Path(options.script).resolve().parent
     changed = changed_since(began, [script_folder, Path.cwd()], directory)
     if changed:

@@ -60,12 +60,12 @@ class StepRecorder:
         self._logs: dict[str, float] = {}  # of the latest step, recorded or not
         atexit.register(self._record.save, process.folder)
         compared_with_one_process.set()
-        wrap(tf.GradientTape, "gradient", self._gradient)
+        wrap(tf.GradientTape, "gradient", self._tape_gradient)
         wrap(tf.compat.v1.train.Optimizer, "apply_gradients", self._apply)
         # Taken from the class that defines it, for all sessions.
         session_classes = tf.compat.v1.Session.__mro__
         session = next(base for base in session_classes if "run" in vars(base))
-        wrap(session, "run", self._run)
+        wrap(session, "run", self._run_session)
 
     def install(self, module: Any) -> None:
         """Wrap the classes of a Keras package, or the calls of this package."""
@@ -175,7 +175,7 @@ class StepRecorder:
         step = self._next_step
         self._next_step = RecordedStep()
         self._logs = step.logs
-        if self._phases.count(step, optimizer):
+        if self._phases.takes(step, optimizer):
             self._record.joined = job.current() is not None
             step.names = names
             step.gradients = projected(arrays[:trained])
@@ -184,7 +184,8 @@ class StepRecorder:
             # Saved at each step, since the process may be killed after any.
             self._record.save(self._process.folder)
 
-    def _gradient(self, original: Any, tape: Any, *args: Any, **kwargs: Any) -> Any:
+    def _tape_gradient(self, original: Any, tape: Any, *args: Any, **kwargs: Any) -> Any:
+        """With Horovod's names, keep what tapes give: the ranks are compared with the average of it."""
         gradients = original(tape, *args, **kwargs)
         if self._by_horovod():
             self._keep_before(tf.nest.flatten(gradients), self._keep_tape_gradients)
@@ -285,7 +286,9 @@ class StepRecorder:
         self._phases.note_place()
         return original(*args, **kwargs)
 
-    def _run(self, original: Any, session: Any, fetches: Any, *args: Any, **kwargs: Any) -> Any:
+    def _run_session(
+        self, original: Any, session: Any, fetches: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         logs = self._logs
         fetched = original(session, fetches, *args, **kwargs)
         # A run that made no step has no logs of one.
