@@ -76,7 +76,7 @@ def _verify(options: argparse.Namespace, sizes: Sequence[int], directory: Path) 
         str(directory), options.steps, options.module, options.replicate, options.seconds, sizes
     )
     try:
-        problem = script_runs.run(_RUNNER, start, options, VERIFY_SECONDS)
+        problem = script_runs.run_all(_RUNNER, start, options, VERIFY_SECONDS)
     except subprocess.TimeoutExpired:
         problem = (
             f"the script didn't make its steps in {VERIFY_SECONDS / 60:.0f} minutes; see its output "

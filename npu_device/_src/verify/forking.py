@@ -68,6 +68,7 @@ class ForkingProcess(ABC):
         """Go on as one of the processes, and wrap what the script has imported."""
         # The first process stays in this call, and ends in it.
         self._fork()
+        # As in the ranks of npurun --replicate.
         if self.current.replicates and self.current.ranks > 1:
             self._models.imported(modules)
         if self._recorder is None:
@@ -170,7 +171,7 @@ def are_done(processes: Iterable[PlannedProcess]) -> bool:
 
 
 def next_end(running: dict[int, PlannedProcess]) -> tuple[PlannedProcess, int] | None:
-    """Wait for a moment, and take a process that has ended from the running ones; return it with its exit code."""
+    """Wait for a moment, and remove a process that has ended from the running ones; return it with its exit code."""
     time.sleep(SWEEP_SECONDS)
     pid, status = os.waitpid(-1, os.WNOHANG)
     if pid not in running:

@@ -40,7 +40,9 @@ _LARGE_CHANGE = 0.125  # relative change of inputs where ranks are only compared
 
 
 class StepRecorder:
-    """The record of this process, and its hooks. TensorFlow's are installed at once, and it is seeded.
+    """The record of this process, and the hooks that fill it. TensorFlow's are installed at once.
+
+    A hook is called instead of what it wraps, which is its first argument, ``original``.
 
     What belongs to a step comes one after the other. The call of a model adds rows to ``_next_step``, and other calls
     are kept in ``_calls``. When the optimizer is called, or traced, these become the calls before its steps. When it
@@ -59,6 +61,7 @@ class StepRecorder:
         self._states: dict[str, list] = {}  # untrained variables, by the optimizer's name
         self._logs: dict[str, float] = {}  # of the latest step, recorded or not
         atexit.register(self._record.save, process.folder)
+        # Numbers must be those of one process, so that this package neither compresses gradients nor shards optimizers.
         compared_with_one_process.set()
         wrap(tf.GradientTape, "gradient", self._tape_gradient)
         wrap(tf.compat.v1.train.Optimizer, "apply_gradients", self._apply)
@@ -291,7 +294,7 @@ class StepRecorder:
     ) -> Any:
         logs = self._logs
         fetched = original(session, fetches, *args, **kwargs)
-        # A run that made no step has no logs of one.
+        # A call that made no step has no logs of one.
         if self._logs is not logs:
             arrays = fetched
             # The keys of the dictionary may be hooks.
