@@ -264,9 +264,6 @@ CAUSES: tuple[tuple[str, Cause], ...] = (
 those that name a line, or explain the deviations that others look at, come first.
 """
 
-NOT_COMPARABLE = ("random numbers", "not repeatable", "script does not use npu_device")
-"""Those that don't tell whether the ranks train right: numbers differ in each run, or there are no ranks."""
-
 CAUSES_WITH_HOROVOD: tuple[tuple[str, Cause], ...] = (
     ("other variables", other_variables),
     ("Horovod: not reduced", horovod_not_reduced),
@@ -274,6 +271,9 @@ CAUSES_WITH_HOROVOD: tuple[tuple[str, Cause], ...] = (
     ("Horovod: not the average", different_gradients),
 )
 """The same for a script with Horovod's names, whose ranks are compared with each other only."""
+
+NOT_COMPARABLE = ("random numbers", "not repeatable", "script does not use npu_device")
+"""Causes that don't tell whether the ranks train right: numbers differ in each run, or there are no ranks."""
 
 
 def cause_of(run: ComparedRun) -> tuple[str, str]:

@@ -69,12 +69,12 @@ def judge(stages: Sequence[Sequence[PlannedProcess]]) -> Verdict:
     The smallest number of ranks that differs has the verdict. Of more ranks, the table, notes and what is missed are
     kept: they mostly differ for the same reason.
     """
-    alone, *stages_of_ranks = stages
-    single, perturbed = (compare.load(process.folder) for process in alone)
+    first_stage, *stages_of_ranks = stages
+    single, perturbed = (compare.load(process.folder) for process in first_stage)
     verdict = Verdict(SAME, "", "")
-    notes = _notes_of_script(single, alone[0].replicates)
-    missed = _missed(single, alone)
-    single_fails = bool(_failure(alone[:1]))
+    notes = _notes_of_script(single, first_stage[0].replicates)
+    missed = _missed(single, first_stage)
+    single_fails = bool(_failure(first_stage[:1]))
     incomplete = []  # runs whose ranks made too few steps, each with a cause and its text
     for processes in stages_of_ranks:
         size = len(processes)
@@ -158,11 +158,11 @@ def _sameness(record: Record) -> str:
     return f"{claim}, for {shortened(phases, _SHOWN, 'more phases')}."
 
 
-def _missed(single: Record, alone: Sequence[PlannedProcess]) -> list[str]:
+def _missed(single: Record, first_stage: Sequence[PlannedProcess]) -> list[str]:
     """Return what the single process hasn't reached, or the perturbed one."""
     missed = []
-    process = alone[0]
-    failure = _failure(alone)
+    process = first_stage[0]
+    failure = _failure(first_stage)
     if failure:
         missed.append(f"what follows an error: {failure}")
     if single.ended_at:
