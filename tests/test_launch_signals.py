@@ -174,7 +174,7 @@ def test_the_end_of_verify_and_speed_is_the_end_of_the_script(
         first = [pid for pid, command in children.items() if "script.py" in command]
         return first + [pid for parent in first for pid in leaks.children_of(parent)]
 
-    # One process and its twin, or one process, and the first one.
+    # One process and the perturbed one, or one process, and the first one.
     wait_until(lambda: len(of_the_script()) == (3 if tool == "verify" else 2))
     pids = [*of_the_script(), *leaks.children_of(launch.pid)]
     if number == signal.SIGKILL:

@@ -172,6 +172,8 @@ dataset = tf.data.Dataset.from_tensor_slices((x[order], y[order]))
     },
 }
 NOT_COMPARABLE = ("random numbers", "fewer steps", "not repeatable")
+OTHER_SAMPLES = ("same samples", "shuffle seed differs per rank", "different samples")
+"""What makes the ranks read other samples in each step."""
 SAID = {
     "global batch size": "compute_average_loss",
     "add_loss per sample": "add_loss",
@@ -233,7 +235,7 @@ def judged(
     )
     problem = directory / "runs" / PROBLEM
     assert begun.code == 0, problem.read_text() if problem.exists() else begun.output
-    return judge(start.runs())
+    return judge(start.stages())
 
 
 @pytest.mark.parametrize("kind", some(list(WRONG)))
@@ -248,6 +250,9 @@ def test_causes_in_a_loop(kind: str, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.txt")) and all(
         line.split()[2] == "12" for line in verdict.table
     )
+    if cause != "not repeatable":
+        samples = {line.split()[3] for line in verdict.table}
+        assert samples == {"other" if kind in OTHER_SAMPLES else "same"}, report.text(verdict)
     assert any("clips its own gradients" in note for note in verdict.notes) == ("1e6" in source)
     assert any("dropout and noise" in note for note in verdict.notes) == ("Dropout(" in source)
     assert any("aren't synchronized" in note for note in verdict.notes) == (
@@ -444,7 +449,7 @@ def record_of(
 
 
 @pytest.mark.parametrize(
-    ("twin", "samples", "expected"),
+    ("perturbed", "samples", "expected"),
     [
         (
             record_of([0.2, 0.2], [5, 6]),
@@ -476,25 +481,25 @@ def record_of(
     ],
 )
 def test_a_process_that_does_not_repeat_itself(
-    twin: compare.Record, samples: list[int | None], expected: str | None
+    perturbed: compare.Record, samples: list[int | None], expected: str | None
 ) -> None:
     single = record_of([0.0] * len(samples), samples)
-    run = ComparedRun(single, twin, [single])
-    assert run.not_repeated() == expected
+    run = ComparedRun(single, perturbed, [single])
+    assert run.not_repeatable() == expected
     assert causes.cause_of(run)[0] == ("not repeatable" if expected else "")
     lost = run.lost_in_rounding()
-    assert bool(lost) == any(np.any(step.gradients > 1.1) for step in twin.steps)
+    assert bool(lost) == any(np.any(step.gradients > 1.1) for step in perturbed.steps)
 
 
 def test_variables_without_gradients_are_not_compared(tmp_path: Path) -> None:
     record = record_of([0.0, 0.0], [1, 2])
     record.steps[0].gradients[:2] = np.nan
     record.steps[1].gradients[1] = np.nan
-    runs = PlannedProcess(str(tmp_path), 1, sizes=[2]).runs()
-    for process in (process for run in runs for process in run):
+    stages = PlannedProcess(str(tmp_path), 1, sizes=[2]).stages()
+    for process in (process for stage in stages for process in stage):
         process.folder.mkdir(parents=True)
         record.save(process.folder)
-    assert judge(runs).missed == ["b, whose gradients were None or NaN in all steps."]
+    assert judge(stages).missed == ["b, whose gradients were None or NaN in all steps."]
 
 
 def test_ranks_with_other_variables_have_no_average() -> None:
@@ -578,10 +583,11 @@ def test_samples_that_differ_only_by_rounding_before_a_deviation_are_no_cause() 
 
     single = record(0)
     same = ComparedRun(single, single, [record(10)])
-    assert not same.first_number and not same.different_samples()
+    assert not same.first_deviating and not same.step_with_other_samples()
     # Only the third step's samples may explain its gradients; the fourth step follows from it.
     different = ComparedRun(single, single, [record(10, third_gradient=2.0)])
-    assert list(different.different_samples()) == [3]
+    assert different.step_with_other_samples() is different.steps[2]
+    assert [bool(step.other_samples()) for step in different.steps] == [False, False, True, True]
 
 
 _FAIL_AFTER_ONE_STEP = """

@@ -89,8 +89,8 @@ def announce(command: str, text: str) -> None:
     say(command, f"your files stay as they are, as far as this covers: {COVERED}")
 
 
-def run(runner: str, start: PlannedProcess, options: argparse.Namespace, seconds: float) -> str:
-    """Run a script as all processes; return what is wrong, "" if nothing is.
+def run_all(runner: str, start: PlannedProcess, options: argparse.Namespace, seconds: float) -> str:
+    """Run a script as all processes, by the module ``runner``; return what is wrong, "" if nothing is.
 
     Raises:
         subprocess.TimeoutExpired: it has taken longer than so many seconds.

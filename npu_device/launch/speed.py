@@ -115,7 +115,7 @@ def _measure(options: argparse.Namespace, setups: Sequence[Setup], directory: Pa
     problem = ""
     code = 0
     try:
-        problem = script_runs.run(_RUNNER, start, options, start.seconds + _END_SECONDS)
+        problem = script_runs.run_all(_RUNNER, start, options, start.seconds + _END_SECONDS)
     except subprocess.TimeoutExpired:
         # A run hangs. The runs that finished before it are evaluated all the same.
         pass

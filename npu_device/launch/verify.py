@@ -21,9 +21,9 @@ from npu_device.launch import script_runs
 from npu_device.launch.argument_types import positive
 
 _RUNNER = "npu_device._src.verify.runner"
-
-
-_NOT_COMPARABLE = 3  # exit code, also for what goes wrong here: Python's own code would mean that the ranks differ
+# The exit code of ``verdict.py``, which is imported later, also for what goes wrong here: Python's own code would mean
+# that the ranks differ.
+_NOT_COMPARABLE = 3
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -76,7 +76,7 @@ def _verify(options: argparse.Namespace, sizes: Sequence[int], directory: Path) 
         str(directory), options.steps, options.module, options.replicate, options.seconds, sizes
     )
     try:
-        problem = script_runs.run(_RUNNER, start, options, VERIFY_SECONDS)
+        problem = script_runs.run_all(_RUNNER, start, options, VERIFY_SECONDS)
     except subprocess.TimeoutExpired:
         problem = (
             f"the script didn't make its steps in {VERIFY_SECONDS / 60:.0f} minutes; see its output "
@@ -89,7 +89,7 @@ def _verify(options: argparse.Namespace, sizes: Sequence[int], directory: Path) 
     from npu_device._src.verify import report
     from npu_device._src.verify.verdict import judge
 
-    verdict = judge(start.runs())
+    verdict = judge(start.stages())
     script_folder = Path(options.script).resolve().parent
     changed = changed_since(began, [script_folder, Path.cwd()], directory)
     if changed:

@@ -57,7 +57,7 @@ class RecordedStep:
     gradients: np.ndarray = field(default_factory=_no_tensors)
     # Projections of all variables before the step.
     weights: np.ndarray = field(default_factory=_no_tensors)
-    # The samples that were read since the previous step.
+    # Digests of the samples that were read since the previous step.
     rows: Counter[int] = field(default_factory=Counter)
     # Sums of what tapes gave since the previous step, by the number of gradients; only with Horovod's names.
     tape_gradients: dict[int, np.ndarray] = field(default_factory=dict)
@@ -250,20 +250,22 @@ def _most_rounding(tolerance: float) -> float:
     return max(_ALL_ROUNDING, TIMES_ROUNDING * tolerance)
 
 
-def typical_change(step: RecordedStep, repeat: RecordedStep) -> float:
-    """Return how far a repeat of a step moves its gradients, relative to their norms: the median of those it moves."""
-    changes = _changes(Triple(step.gradients, repeat.gradients, None))
+def typical_change(step: RecordedStep, perturbed: RecordedStep) -> float:
+    """Return how far perturbed inputs move the gradients of a step, relative to their norms: the median of those that
+    they move.
+    """
+    changes = _changes(Triple(step.gradients, perturbed.gradients, None))
     moved = changes[changes > 0]
     if not len(moved):
         return 0.0
     return float(np.median(moved))
 
 
-def is_repeated(record: Record, step: RecordedStep, repeat: RecordedStep) -> bool:
-    """Return True if rounding explains what a repeat of a step does to most of its gradients."""
-    if step.trained != repeat.trained:
+def differ_by_rounding(record: Record, step: RecordedStep, perturbed: RecordedStep) -> bool:
+    """Return True if rounding explains what perturbed inputs do to most gradients of a step."""
+    if step.trained != perturbed.trained:
         return False
-    return typical_change(step, repeat) <= _most_rounding(_tolerance(record, step))
+    return typical_change(step, perturbed) <= _most_rounding(_tolerance(record, step))
 
 
 def _deviations(

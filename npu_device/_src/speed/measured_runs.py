@@ -37,9 +37,9 @@ from npu_device._src.speed.timed_process import (
 from npu_device._src.verify.forking import (
     ForkingProcess,
     are_done,
+    end_with_problem,
     next_end,
     output_of,
-    report_problem,
     run_script,
 )
 from npu_device._src.verify.plan import DONE, LOG, START, PlannedProcess
@@ -69,7 +69,7 @@ class _SpeedProcess(ForkingProcess):
         self._console = os.dup(2)  # a copy of the console, for progress
         super().__init__(start)
 
-    def runs(self) -> Iterator[Sequence[PlannedProcess]]:
+    def stages(self) -> Iterator[Sequence[PlannedProcess]]:
         # One process is first: it tells how long a run takes.
         for setup in list(self._setups):
             if setup == Setup(1) or self._has_time_for([setup]):
@@ -218,7 +218,7 @@ class _SpeedProcess(ForkingProcess):
                 f"ended before {process.steps} steps of a Keras optimizer could be timed; the first ones, and all "
                 "until its functions are traced, don't count.\nWhat to do: let it train longer, or give fewer --steps"
             )
-        report_problem(process, end)
+        end_with_problem(process, end)
 
     def _keep_run(self) -> None:
         """Take note of the times of the latest run, and tell its speed."""
@@ -230,7 +230,7 @@ class _SpeedProcess(ForkingProcess):
         run = outcome.run_of(self._processes, max(0.0, lost_seconds / duration))
         if run is None:
             if len(self._seconds_of_run) == 1:
-                report_problem(
+                end_with_problem(
                     first, "made no steps of a Keras optimizer in all the time of --minutes"
                 )
             return

@@ -19,12 +19,10 @@ PAGE = Path(__file__).with_name("causes.md").read_text(encoding="utf-8")
 TEXTS = dict(re.findall(r"^### (.+?)\n\n(.+?)(?=\n### |\Z)", PAGE, flags=re.M | re.S))
 """The sections of ``causes.md``: what a cause means, with an example, and what to do."""
 
-RANDOM = "random numbers"
-NOT_REPEATABLE = "not repeatable"
-NO_CALL = "script does not use npu_device"
-FEWER_STEPS = (
-    "fewer steps"  # recognized by ``verdict.py``, since a run has only the steps that all have made
-)
+FEWER_STEPS = "fewer steps"
+"""Not among ``CAUSES``: a ``ComparedRun`` has only the steps that all processes have made, so ``verdict.py`` recognizes
+this.
+"""
 
 Where = Union[str, bool, None]
 """The place of a cause in the script; True if there is none to name, and False, None or "" if the run doesn't show the
@@ -52,14 +50,14 @@ def other_variables(run: ComparedRun) -> Where:
         counts = (
             f"{reference} trains {step.single.trained}, and rank {rank} {step.ranks[rank].trained}"
         )
-        return f"in step {step.number}, {counts}; {first_names(step.variables_beside(rank))}"
+        return f"in step {step.number}, {counts}; {first_names(step.uncommon_variables(rank))}"
     return None
 
 
 def adapted_to_a_part(run: ComparedRun) -> Where:
     """Return the call of ``adapt`` that has seen different data in one process or on a rank."""
     # Data may differ each time that the script runs.
-    if run.not_repeated():
+    if run.not_repeatable():
         return None
     return _call_with_different_outcomes(topics.ADAPTED, [run.single, *run.ranks])
 
@@ -68,7 +66,7 @@ def different_seeds(run: ComparedRun) -> Where:
     """Return the shuffle that has no seed, and comes before the data is divided, or a different seed on each rank."""
     # No numbers show the first, since verify doesn't shuffle.
     unseeded = run.line_in_script(topics.UNSEEDED)
-    if unseeded or not run.different_samples():
+    if unseeded or not run.step_with_other_samples():
         return unseeded
     return _call_with_different_outcomes(topics.SHUFFLE, run.ranks)
 
@@ -77,7 +75,7 @@ def different_starts(run: ComparedRun) -> Where:
     """Return the phase that ranks begin with different variables, rank 0 with those of one process."""
     step = run.different_start()
     # Where rank 0 differs from one process, too, something has set the variables, or they differ each time.
-    if step is None or (step.moved_variables() and not run.not_repeated()):
+    if step is None or (step.different_variables() and not run.not_repeatable()):
         return None
     return step.single.phase
 
@@ -85,12 +83,12 @@ def different_starts(run: ComparedRun) -> Where:
 def state_before_the_first_step(run: ComparedRun) -> Where:
     """Return the variables that no rank has as one process when an optimizer makes its first step."""
     step = run.different_start()
-    return step is not None and first_names(step.moved_variables())
+    return step is not None and first_names(step.different_variables())
 
 
 def discarded_result(run: ComparedRun) -> Where:
     """Return the reduction of as many tensors as the optimizer trains variables, on ranks that apply their own."""
-    if not run.applied_apart():
+    if not run.applies_own_gradients():
         return None
     # A reduction of all gradients was made, so that only its result can have been dropped.
     trained = run.step.ranks[0].trained
@@ -102,14 +100,14 @@ def only_loss_reduced(run: ComparedRun) -> Where:
     """Return the reduction of a single number, where nothing else is reduced."""
     # Losses and metrics have one element, unlike gradients.
     reductions = run.calls(topics.ALL_REDUCE)
-    if not run.applied_apart() or any(call.outcome > 1 for call in reductions):
+    if not run.applies_own_gradients() or any(call.outcome > 1 for call in reductions):
         return None
     return run.line(topics.ALL_REDUCE)
 
 
 def not_reduced(run: ComparedRun) -> Where:
     """Return the phase in which each rank applies its own gradients."""
-    return run.applied_apart() and run.phase
+    return run.applies_own_gradients() and run.phase
 
 
 def updates_differ(run: ComparedRun) -> Where:
@@ -126,17 +124,18 @@ def updates_differ(run: ComparedRun) -> Where:
 
 def same_samples(run: ComparedRun) -> Where:
     """Recognize ranks that all read the same samples, unlike one process."""
-    return bool(run.different_samples()) and run.read_same_samples()
+    return run.step_with_other_samples() is not None and run.read_same_samples()
 
 
 def random_with_samples(run: ComparedRun) -> Where:
     """Return the call that draws random numbers in a step whose samples differ."""
-    return bool(run.different_samples()) and run.line(topics.RANDOM)
+    return run.step_with_other_samples() is not None and run.line(topics.RANDOM)
 
 
 def different_samples(run: ComparedRun) -> Where:
     """Return which samples the ranks together read in the first step in which one process reads others."""
-    return next(iter(run.different_samples().values()), None)
+    step = run.step_with_other_samples()
+    return step is not None and step.other_samples()
 
 
 def normalized_alone(run: ComparedRun) -> Where:
@@ -178,7 +177,7 @@ def state_in_the_step(run: ComparedRun) -> Where:
 
     A deviation alone says nothing: a step may add up the ranks' parts at its end.
     """
-    steps = run.steps[: run.first_number]
+    steps = run.steps[: run.first_deviating]
     deviations = [deviation for step in steps for deviation in step.deviations[STATE]]
     return first_names(list(dict.fromkeys(deviation.variable for deviation in deviations)))
 
@@ -215,7 +214,7 @@ def metric_of_sums(run: ComparedRun) -> Where:
 
 def horovod_not_reduced(run: ComparedRun) -> Where:
     """Recognize ranks that apply their own gradients instead of their average."""
-    return run.applied_apart() and run.gradients_deviate
+    return run.applies_own_gradients() and run.gradients_deviate
 
 
 def horovod_different_variables(run: ComparedRun) -> Where:
@@ -232,7 +231,7 @@ def _call_with_different_outcomes(topic: str, records: Sequence[Record]) -> str 
 
 
 CAUSES: tuple[tuple[str, Cause], ...] = (
-    (NO_CALL, no_call),
+    ("script does not use npu_device", no_call),
     ("other variables", other_variables),
     ("adapt saw part of the data", adapted_to_a_part),
     ("shuffle seed differs per rank", different_seeds),
@@ -242,9 +241,9 @@ CAUSES: tuple[tuple[str, Cause], ...] = (
     ("only the loss is reduced", only_loss_reduced),
     ("not reduced", not_reduced),
     ("updates differ per rank", updates_differ),
-    (NOT_REPEATABLE, ComparedRun.not_repeated),
+    ("not repeatable", ComparedRun.not_repeatable),
     ("same samples", same_samples),
-    (RANDOM, random_with_samples),
+    ("random numbers", random_with_samples),
     ("different samples", different_samples),
     ("normalized alone", normalized_alone),
     ("clipped before the reduction", clipped_before_reduction),
@@ -256,7 +255,7 @@ CAUSES: tuple[tuple[str, Cause], ...] = (
     ("scaled rate", scaled_rate),
     ("updates by the number of ranks", multiplied_updates),
     ("different updates", different_updates),
-    (RANDOM, random_in_the_step),
+    ("random numbers", random_in_the_step),
     ("unknown", different_gradients),
     ("metric of sums", metric_of_sums),
     ("different logs", ComparedRun.different_log),
@@ -272,6 +271,9 @@ CAUSES_WITH_HOROVOD: tuple[tuple[str, Cause], ...] = (
     ("Horovod: not the average", different_gradients),
 )
 """The same for a script with Horovod's names, whose ranks are compared with each other only."""
+
+NOT_COMPARABLE = ("random numbers", "not repeatable", "script does not use npu_device")
+"""Causes that don't tell whether the ranks train right: numbers differ in each run, or there are no ranks."""
 
 
 def cause_of(run: ComparedRun) -> tuple[str, str]:
@@ -291,4 +293,4 @@ def text_of(name: str, run: ComparedRun, where: str) -> str:
     section = re.sub(r"```python.+?```\n\n|`", "", TEXTS[name].strip(), flags=re.S)
     text = "\n".join(" ".join(paragraph.split()) for paragraph in section.split("\n\n"))
     ratio = run.ratio() or run.ratio(UPDATE)
-    return text.format(ranks=run.size, ratio=f"{ratio:.2f}", step=run.first_number, where=where)
+    return text.format(ranks=run.size, ratio=f"{ratio:.2f}", step=run.first_deviating, where=where)

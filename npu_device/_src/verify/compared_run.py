@@ -34,7 +34,7 @@ def _total(rows: Counter[int]) -> int:
 
 @dataclass(frozen=True)
 class ComparedStep:
-    """A step in one process, in the same process with perturbed inputs, and on all ranks."""
+    """A step in one process, in the one with perturbed inputs, and on all ranks."""
 
     number: int  # from 1
     single: RecordedStep
@@ -54,14 +54,14 @@ class ComparedStep:
         ranks = enumerate(self.ranks)
         return next((rank for rank, step in ranks if step.trained != self.single.trained), None)
 
-    def variables_beside(self, rank: int) -> list[str]:
+    def uncommon_variables(self, rank: int) -> list[str]:
         """Return the variables that one process trains and a rank doesn't, or that only the rank trains."""
         names = dict.fromkeys([*self.single.trained_names, *self.ranks[rank].trained_names])
         common = {*self.single.trained_names} & {*self.ranks[rank].trained_names}
         return [name for name in names if name not in common]
 
-    def unlike_twin(self) -> str:
-        """Return what the single process and its twin do differently, if only by rounding; "" for nothing."""
+    def unlike_perturbed(self) -> str:
+        """Return what the perturbed process does unlike the single one, if only by rounding; "" for nothing."""
         trained = self.single.trained
         if self.perturbed.trained != trained:
             return "trains other variables"
@@ -77,7 +77,26 @@ class ComparedStep:
             return "computes different gradients"
         return ""
 
-    def moved_variables(self) -> list[str]:
+    def other_samples(self) -> str:
+        """Return which samples the ranks together read, unlike one process; "" if they are the same.
+
+        As many samples with the same gradients are the same but for rounding, as those of a generator may be.
+        """
+        alone = self.single.rows
+        together = compare.union(self.ranks)
+        if alone == together or (self.reads_as_many() and not self.deviations[GRADIENT]):
+            return ""
+        return (
+            f"in step {self.number}, one process reads {_total(alone)} samples, and the ranks together "
+            f"{_total(together)}; {_total(alone - together)} of the first are missing, and "
+            f"{_total(together - alone)} are others or repeated"
+        )
+
+    def reads_as_many(self) -> bool:
+        """Return True if the ranks together read the same number of samples as one process."""
+        return _total(self.single.rows) == _total(compare.union(self.ranks))
+
+    def different_variables(self) -> list[str]:
         """Return the trained variables that rank 0 has with other values than one process before the step."""
         # Rank 0 stands for all, as differences between ranks have causes of their own.
         weights = zip(self.single.trained_names, self.single.weights, self.ranks[0].weights)
@@ -86,10 +105,10 @@ class ComparedStep:
     def trial_of_log(self, name: str) -> Trial:
         """Return a number in the logs of one process, as a trial whose parts are the numbers of the ranks."""
         number = self.single.logs[name]
-        repeat = self.perturbed.logs.get(name, number)
+        perturbed = self.perturbed.logs.get(name, number)
         # NaN agrees with nothing, so that a number which a rank doesn't log is left out.
         parts = [step.logs.get(name, np.nan) for step in self.ranks]
-        return Trial(number, [repeat], parts)
+        return Trial(number, [perturbed], parts)
 
 
 class ComparedRun:
@@ -118,36 +137,36 @@ class ComparedRun:
             rank_apart = step.rank_with_other_variables()
             # The tensors of such a step can't be compared.
             if rank_apart is not None:
-                names = first_names(step.variables_beside(rank_apart))
+                names = first_names(step.uncommon_variables(rank_apart))
                 step.deviations[GRADIENT].append(Deviation(names, None, 1.0, 0.0))
             self.steps.append(step)
-        # The first step whose gradients or updates deviate is the one to explain: later ones follow from it. Other
+        # The step to explain is the first whose gradients or updates deviate: later ones follow from it. Other
         # variables don't count: a step may add up the ranks' parts of them at its end.
         deviating = (
             step.number
             for step in self.steps
             if step.deviations[GRADIENT] or step.deviations[UPDATE]
         )
-        self.first_number = next(deviating, 0)  # number of that step, from 1; 0 without one
-        self.index = max(self.first_number, 1) - 1  # index of that step, or of the first step
+        self.first_deviating = next(deviating, 0)  # number of that step, from 1; 0 without one
+        self.index = max(self.first_deviating, 1) - 1  # index of that step, or of the first step
 
     @property
     def step(self) -> ComparedStep:
-        """Return the first step that deviates, or the first step."""
+        """Return the step to explain; if none deviates, the first step."""
         return self.steps[self.index]
 
     @property
     def phase(self) -> str:
-        """Return the phase of the first step that deviates."""
+        """Return the phase of the step to explain."""
         return self.step.single.phase
 
     @property
     def gradients_deviate(self) -> bool:
-        """Return True if gradients deviate in that step, and not only its updates."""
+        """Return True if gradients deviate in the step to explain, and not only its updates."""
         return bool(self.step.deviations[GRADIENT])
 
     def ratio(self, quantity: str = GRADIENT) -> float:
-        """Return the multiple of the single process that all deviating tensors of the step are; 0 if they aren't."""
+        """Return the multiple of one process that all deviating tensors of the step to explain are; 0 without one."""
         ratios = np.array([deviation.ratio or 0 for deviation in self.step.deviations[quantity]])
         # One tensor without a ratio is enough: then it isn't a matter of scale.
         if not len(ratios) or not ratios.all():
@@ -159,11 +178,11 @@ class ComparedRun:
         return mean
 
     def is_ratio(self, expected: float, quantity: str = GRADIENT) -> bool:
-        """Return True if all of them are about a multiple of the single process."""
+        """Return True if ``ratio`` is about as expected."""
         return abs(self.ratio(quantity) - expected) < 0.1 * expected
 
     def calls(self, *wanted: str) -> list[RecordedCall]:
-        """Return the calls of rank 0 on some topics that led to the first step that deviates.
+        """Return the calls of rank 0 on some topics that led to the step to explain.
 
         A step that is traced once runs many times, so these are the calls before any step of its optimizer. Without
         any, they are those of the optimizer whose step comes next: if several take turns, one call may serve them all,
@@ -175,22 +194,22 @@ class ComparedRun:
         return [call for call in next(calls, []) if call.topic in wanted]
 
     def line(self, *wanted: str) -> str | None:
-        """Return the first of these calls, with its line."""
+        """Return the first of ``calls``, with its line."""
         return next(map(str, self.calls(*wanted)), None)
 
     def line_in_script(self, topic: str) -> str | None:
         """Return the first call on a topic in the whole script of rank 0, with its line."""
         return next(map(str, self.ranks[0].of(topic)), None)
 
-    def not_repeated(self) -> str | None:
-        """Return what one process does differently when it runs twice; None if it is rounding.
+    def not_repeatable(self) -> str | None:
+        """Return what one process does differently when it runs again, perturbed; None if it is rounding.
 
         Only the first step that differs counts: what the model itself has made may be a sample of a later one.
         """
         for step in self.steps:
-            difference = step.unlike_twin()
+            difference = step.unlike_perturbed()
             if difference:
-                if compare.is_repeated(self.single, step.single, step.perturbed):
+                if compare.differ_by_rounding(self.single, step.single, step.perturbed):
                     return None
                 return f"in step {step.number}, the second run {difference}"
         return None
@@ -206,33 +225,21 @@ class ComparedRun:
                 )
         return None
 
-    def different_samples(self) -> dict[int, str]:
-        """Return the steps in which the ranks together don't read the samples of one process, and what they read.
+    def step_with_other_samples(self) -> ComparedStep | None:
+        """Return the first step in which the ranks together read other samples than one process; None without one.
 
-        Where the number of samples is the same, only the first step whose gradients deviate counts. A step before it
-        has the same gradients, so that its samples are equal but for rounding, as those of a generator may be. A step
-        after it may follow from it.
+        After the step to explain, only another number of them counts: which samples they are may follow from it.
         """
-        first_deviating = 0
-        if self.gradients_deviate:
-            first_deviating = self.first_number
-        texts = {}
         for step in self.steps:
-            alone = step.single.rows
-            together = compare.union(step.ranks)
-            may_explain = step.number == first_deviating or _total(alone) != _total(together)
-            if alone != together and may_explain:
-                texts[step.number] = (
-                    f"in step {step.number}, one process reads {_total(alone)} samples, and the ranks together "
-                    f"{_total(together)}; {_total(alone - together)} of the first are missing, and "
-                    f"{_total(together - alone)} are others or repeated"
-                )
-        return texts
+            may_explain = step.number <= self.first_deviating or not step.reads_as_many()
+            if may_explain and step.other_samples():
+                return step
+        return None
 
     def read_same_samples(self) -> bool:
         """Return True if all ranks read the same samples."""
         # The first step is taken if no step has different samples.
-        step = self.steps[min(self.different_samples(), default=1) - 1]
+        step = self.step_with_other_samples() or self.steps[0]
         rows = step.ranks[0].rows
         return bool(rows) and all(rank.rows == rows for rank in step.ranks)
 
@@ -253,8 +260,8 @@ class ComparedRun:
             optimizers.add(step.single.optimizer)
         return None
 
-    def applied_apart(self) -> bool:
-        """Return True if the ranks apply different gradients in the first step that deviates."""
+    def applies_own_gradients(self) -> bool:
+        """Return True if the ranks apply different gradients in the step to explain."""
         return self.step.ranks_differ("gradients")
 
     def clipped(self) -> str | None:

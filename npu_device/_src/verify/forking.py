@@ -1,7 +1,7 @@
 """One process that begins a script, and becomes the processes of all runs by forks.
 
 It runs the script as ``python`` would until TensorFlow is imported, which is most of a script's start, and has started
-no threads yet, which a fork would lose. There it becomes the others, one run after the other. Each goes on by itself,
+no threads yet, which a fork would lose. There it becomes the others, one stage after the other. Each goes on by itself,
 as a single process or with the variables of a rank. Variables that the script sets before (``TF_USE_LEGACY_KERAS``)
 count. A script that asks for its rank earlier is forked when it asks, unless it lists all variables.
 """
@@ -16,7 +16,7 @@ import sys
 import time
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -53,22 +53,35 @@ class ForkingProcess(ABC):
         self._fork_at_variables()
 
     @abstractmethod
-    def runs(self) -> Iterator[Sequence[PlannedProcess]]:
-        """Yield the processes of each run; the one before is over then."""
+    def stages(self) -> Iterable[Sequence[PlannedProcess]]:
+        """Yield the processes of each stage, which run at the same time; the stage before is over then."""
 
     @abstractmethod
     def wait(self, running: dict[int, PlannedProcess]) -> None:
-        """Wait until a run, of which these processes are running, is over. They are ended after that."""
+        """Wait until a stage, of which these processes are running, is over. They are ended after that."""
 
     @abstractmethod
     def recorder(self) -> Any:
         """Return what records this process, now that TensorFlow is there, and has ``install(module)``."""
 
+    def imported(self, modules: Sequence[ModuleType]) -> None:
+        """Go on as one of the processes, and wrap what the script has imported."""
+        # The first process stays in this call, and ends in it.
+        self._fork()
+        # As in the ranks of npurun --replicate.
+        if self.current.replicates and self.current.ranks > 1:
+            self._models.imported(modules)
+        if self._recorder is None:
+            self._recorder = self.recorder()
+            self._redirection.install_tensorflow(sys.modules["tensorflow"])
+        for module in modules:
+            self._recorder.install(module)
+
     def _fork_at_variables(self) -> None:
         """Fork as soon as the script reads a variable that ranks have."""
         environ_class = type(os.environ)
         self._read_variable = environ_class.__getitem__
-        # Made for any number of ranks, since only the names of the variables count.
+        # Made for a run that there isn't, since only the names of the variables count.
         names = replace(self.current, run="names", ranks=2).environment()
 
         def read(environ: Any, name: str) -> str:
@@ -79,7 +92,7 @@ class ForkingProcess(ABC):
         environ_class.__getitem__ = read  # type: ignore[method-assign]
 
     def _fork(self) -> None:
-        """Become the processes of all runs, one run after the other.
+        """Become the processes of all runs, one stage after the other.
 
         This returns in each of them, and at once in those that are forked already, but never in the first process.
         """
@@ -91,11 +104,10 @@ class ForkingProcess(ABC):
         sys.stderr.flush()
         # Every fork gets this state again, for which Python would set a new one.
         random_state = random.getstate()
-        # The ranks of a run start together, since they need each other. Runs follow one another, since they would
+        # The ranks of a run start together, since they need each other. Stages follow one another, since they would
         # compete for memory, and since ranks read what the single process has recorded.
-        for processes in self.runs():
-            # Each run begins with the files that were written before the fork. The single process and its twin have
-            # files of their own.
+        for processes in self.stages():
+            # Each run has files of its own, which begin with those that were written before the fork.
             for folder in {process.files for process in processes}:
                 self._redirection.copy(folder)
             running = {}
@@ -130,31 +142,6 @@ class ForkingProcess(ABC):
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
 
-    def imported(self, modules: Sequence[ModuleType]) -> None:
-        """Go on as one of the processes, and wrap what the script has imported."""
-        self._fork()
-        if self.current.replicates and self.current.ranks > 1:
-            self._models.imported(modules)
-        if self._recorder is None:
-            self._recorder = self.recorder()
-            self._redirection.install_tensorflow(sys.modules["tensorflow"])
-        for module in modules:
-            self._recorder.install(module)
-
-
-def are_done(processes: Iterable[PlannedProcess]) -> bool:
-    """Return True if processes have all left what is wanted of them."""
-    return all((process.folder / DONE).exists() for process in processes)
-
-
-def next_end(running: dict[int, PlannedProcess]) -> tuple[PlannedProcess, int] | None:
-    """Wait for a moment, and take a process that has ended from the running ones; return it with its exit code."""
-    time.sleep(SWEEP_SECONDS)
-    pid, status = os.waitpid(-1, os.WNOHANG)
-    if pid not in running:
-        return None
-    return running.pop(pid), os.waitstatus_to_exitcode(status)
-
 
 def run_script(forking: ForkingProcess, words: Sequence[str]) -> None:
     """Run a script, of which these are path and arguments, in a process that forks."""
@@ -164,6 +151,7 @@ def run_script(forking: ForkingProcess, words: Sequence[str]) -> None:
     # Seeded before the script runs, so that all processes draw alike also where it sets no seed.
     random.seed(SEED)
     np.random.seed(SEED)
+    # It calls ``imported`` with TensorFlow, with a Keras and with this module, once the script has imported them.
     AfterImport(forking.imported, "npu_device.distribute")
     try:
         run_main(words[0], start.is_module)
@@ -172,8 +160,23 @@ def run_script(forking: ForkingProcess, words: Sequence[str]) -> None:
         if forking.current.run != START:
             raise
         traceback.print_exc()
+    # The first process comes here only if it hasn't forked.
     if forking.current.run == START:
-        report_problem(start, "ended before its first step")
+        end_with_problem(start, "ended before its first step")
+
+
+def are_done(processes: Iterable[PlannedProcess]) -> bool:
+    """Return True if processes have all left what is wanted of them."""
+    return all((process.folder / DONE).exists() for process in processes)
+
+
+def next_end(running: dict[int, PlannedProcess]) -> tuple[PlannedProcess, int] | None:
+    """Wait for a moment, and remove a process that has ended from the running ones; return it with its exit code."""
+    time.sleep(SWEEP_SECONDS)
+    pid, status = os.waitpid(-1, os.WNOHANG)
+    if pid not in running:
+        return None
+    return running.pop(pid), os.waitstatus_to_exitcode(status)
 
 
 def output_of(process: PlannedProcess) -> str:
@@ -181,8 +184,8 @@ def output_of(process: PlannedProcess) -> str:
     return without_libraries(parse(log.splitlines()))[0]
 
 
-def report_problem(process: PlannedProcess, end: str) -> None:
-    """Leave what is wrong with a process, and end."""
+def end_with_problem(process: PlannedProcess, end: str) -> None:
+    """Leave what is wrong with a process for npurun to print, and end this one, which ends them all."""
     Path(process.directory, PROBLEM).write_text(problem_text(process, end), encoding="utf-8")
     os._exit(1)
 

@@ -56,6 +56,7 @@ class Phases:
         self._process = process
         self._record = record
         self._lock = lock
+        # Optimizers have the names that ``StepRecorder`` gives them.
         self._classes: dict[str, str] = {}  # the class of each optimizer
         self._totals = Counter[str]()  # steps of each optimizer
         self._steps = Counter[tuple[str, Stack]]()  # steps of each phase
@@ -100,8 +101,8 @@ class Phases:
         model = self._fits[-1].model
         self._optimizers.setdefault(model, set()).add(optimizer)
 
-    def count(self, step: RecordedStep, optimizer: str) -> bool:
-        """Count a step of an optimizer, and let it tell its phase; return True if it is to be recorded."""
+    def takes(self, step: RecordedStep, optimizer: str) -> bool:
+        """Count a step of an optimizer; if it is to be recorded, write its phase into it, and return True."""
         self._totals[optimizer] += 1
         stack = _user_stack()
         # Within ``fit``, the place is the call of the script, not Keras's step.
@@ -126,7 +127,7 @@ class Phases:
         return True
 
     def end_fit(self) -> Any:
-        """End a ``fit`` whose optimizers have made their steps. Return its model; None without one."""
+        """End the ``fit`` that runs if its optimizers have made their steps. Return its model; None outside ``fit``."""
         if not self._fits:
             return None
         fit = self._fits[-1]
@@ -147,7 +148,7 @@ class Phases:
             self._epochs[self._fits[-1].stack] += 1
 
     def _watch(self) -> None:
-        """Wait until everything is recorded, and tell the process that waits for this one."""
+        """Wait until everything is recorded, and leave DONE for the process that waits for this one."""
         if self._process.is_single:
             self._wait_until(self._end_by_time)
             self._record.ended_at = next(iter(_user_stack()), "an unknown line")

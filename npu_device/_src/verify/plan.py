@@ -1,6 +1,7 @@
-"""The plan of ``npurun verify``: which processes run a script, as one, as its twin with perturbed inputs, and as ranks.
+"""The plan of ``npurun verify``: which processes run a script. Imports no TensorFlow.
 
-Imports no TensorFlow.
+A run is one training by the script, in one process or on a number of ranks. In the perturbed run, one process trains
+again, with inputs that differ in their last bit. Runs of a stage go on at the same time.
 """
 
 from __future__ import annotations
@@ -14,14 +15,13 @@ from npu_device._src.membership.rank_environment import table_environment
 # The files that processes leave.
 LOG = "output.log"
 PROBLEM = "problem.txt"  # of the process of START: why nothing can be compared
-DONE = "done"  # of a process that has recorded enough; written by the waiting process if a process has ended
-FAILED = "failed.txt"  # written by the process that waits: how a process failed
+DONE = "done"  # of a process that has recorded enough; written by the process of START for one that has ended
+FAILED = "failed.txt"  # written by the process of START: how a process failed
 
-START = "start"
-"""The run whose process begins the script, and becomes all others."""
-
-_SINGLE = "one"  # run of the single process
-_PERTURBED = "perturbed"  # run of its twin, whose inputs are changed in their last bit
+# Names of runs; those of ranks have their number.
+START = "start"  # its process begins the script, becomes all others, and waits for them
+_SINGLE = "one"
+_PERTURBED = "perturbed"
 
 SEED = 20201  # of all processes
 
@@ -38,9 +38,7 @@ class PlannedProcess:
     seconds: float = 30.0
     # Numbers of ranks, which ascend. The first is the number that was asked for; all others are tried beside it.
     sizes: Sequence[int] = ()
-    run: str = (
-        START  # name of its run: of all its ranks, but one process and its twin have one each
-    )
+    run: str = START  # name of its run
     ranks: int = 1  # number of ranks of its run; 1 for a process without a job
     rank: int = 0
 
@@ -70,7 +68,7 @@ class PlannedProcess:
 
     @property
     def is_single(self) -> bool:
-        """Return True for the single process, False for its perturbed twin and for ranks."""
+        """Return True for the single process, False for the perturbed one and for ranks."""
         return self.run == _SINGLE
 
     @property
@@ -81,15 +79,15 @@ class PlannedProcess:
         """Return the variables that describe its job to it; the rank table is written once."""
         if self.ranks == 1:
             return {}
-        # The folder of the run, in which the rank table lies.
+        # The rank table lies in the folder of the run.
         self.folder.parent.mkdir(exist_ok=True)
         return {
             **table_environment(self.folder.parent, self.ranks, self.rank),
             "HCCL_CONNECT_TIMEOUT": "600",
         }
 
-    def runs(self) -> list[list[PlannedProcess]]:
-        """Return the processes that run at a time: one and its perturbed twin, then each number of ranks."""
+    def stages(self) -> list[list[PlannedProcess]]:
+        """Return the processes of each stage: the single and the perturbed one, then each number of ranks."""
         ranks = [
             [replace(self, run=f"ranks{size}", ranks=size, rank=rank) for rank in range(size)]
             for size in self.sizes

@@ -9,7 +9,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from npu_device._src.cluster.time_limits import OTHERS_FAIL_SECONDS, RECORDS_SECONDS
@@ -17,10 +17,10 @@ from npu_device._src.comparison.compare import load
 from npu_device._src.verify.forking import (
     ForkingProcess,
     are_done,
+    end_with_problem,
     next_end,
     output_of,
     problem_text,
-    report_problem,
     run_script,
 )
 from npu_device._src.verify.plan import DONE, FAILED, PlannedProcess
@@ -33,16 +33,15 @@ class _VerifiedProcess(ForkingProcess):
     """A process of ``npurun verify``."""
 
     def __init__(self, start: PlannedProcess) -> None:
-        self._runs = start.runs()
         self._requested_ranks = start.sizes[0]
         self._single_seconds = 0.0
         super().__init__(start)
 
-    def runs(self) -> Iterator[Sequence[PlannedProcess]]:
-        return iter(self._runs)
+    def stages(self) -> Iterable[Sequence[PlannedProcess]]:
+        return self.current.stages()
 
     def wait(self, running: dict[int, PlannedProcess]) -> None:
-        """Wait until each process of a run has recorded its last step or ended."""
+        """Wait until each process of a stage has recorded its last step or ended."""
         began = time.monotonic()
         deadline = math.inf
         # Ranks may take a multiple of the seconds of the single process.
@@ -64,8 +63,8 @@ class _VerifiedProcess(ForkingProcess):
                 break
             if not load(process.folder).steps:
                 if not is_extra:
-                    report_problem(process, how)
-                # What ranks say for which nobody has asked must not hide what the others show.
+                    end_with_problem(process, how)
+                # Ranks for which nobody has asked must not hide what the others show.
                 _keep_failure(process, how)
                 break
             if code:
@@ -74,23 +73,24 @@ class _VerifiedProcess(ForkingProcess):
                 deadline = min(deadline, time.monotonic() + OTHERS_FAIL_SECONDS)
             # Other processes go as far as this process, and wait for this file to know how far that is.
             (process.folder / DONE).touch()
-        # The first run is measured: one process and its twin.
+        # Measured in the first stage, which has no ranks.
         self._single_seconds = self._single_seconds or time.monotonic() - began
 
     def _give_up(self, running: dict[int, PlannedProcess], seconds: float) -> bool:
-        """Keep what processes lack that have run too long; return False if they are to be waited for nevertheless."""
+        """Keep what is missing of processes that take too long; return False to wait for them nevertheless."""
         late = [process for process in running.values() if not (process.folder / DONE).exists()]
         without_steps = [process for process in late if not load(process.folder).steps]
         ranks = max(process.ranks for process in running.values())
         if without_steps:
             # Ranks for which the user has asked are waited for until ``npurun verify`` ends everything.
-            if ranks > self._requested_ranks:
+            is_extra = ranks > self._requested_ranks
+            if is_extra:
                 _keep_failure(without_steps[0], f"made no step within {seconds:.0f} s")
-            return ranks > self._requested_ranks
+            return is_extra
         for process in late:
             if ranks == self._requested_ranks:
                 _keep_failure(process, f"made no further step within {seconds:.0f} s")
-            # The single process whose twin has failed: ranks look for this file to know how far it is.
+            # Among them is the single process, if the perturbed one has failed: ranks go as far, once it has this file.
             (process.folder / DONE).touch()
         return True
 

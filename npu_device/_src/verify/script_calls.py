@@ -30,7 +30,9 @@ _ADAPTED = ("mean", "variance", "bin_boundaries")
 
 
 class ScriptCalls:
-    """The calls of the script in this process, and its hooks. TensorFlow's are installed at once, and it is seeded."""
+    """The calls of the script in this process, and the hooks that note them. TensorFlow's are installed at once, and it
+    is seeded.
+    """
 
     def __init__(self, process: PlannedProcess, record: Record, lock: threading.RLock) -> None:
         self._process = process

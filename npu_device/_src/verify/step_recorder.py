@@ -40,7 +40,9 @@ _LARGE_CHANGE = 0.125  # relative change of inputs where ranks are only compared
 
 
 class StepRecorder:
-    """The record of this process, and its hooks. TensorFlow's are installed at once, and it is seeded.
+    """The record of this process, and the hooks that fill it. TensorFlow's are installed at once.
+
+    A hook is called instead of what it wraps, which is its first argument, ``original``.
 
     What belongs to a step comes one after the other. The call of a model adds rows to ``_next_step``, and other calls
     are kept in ``_calls``. When the optimizer is called, or traced, these become the calls before its steps. When it
@@ -59,13 +61,14 @@ class StepRecorder:
         self._states: dict[str, list] = {}  # untrained variables, by the optimizer's name
         self._logs: dict[str, float] = {}  # of the latest step, recorded or not
         atexit.register(self._record.save, process.folder)
+        # Numbers must be those of one process, so that this package neither compresses gradients nor shards optimizers.
         compared_with_one_process.set()
-        wrap(tf.GradientTape, "gradient", self._gradient)
+        wrap(tf.GradientTape, "gradient", self._tape_gradient)
         wrap(tf.compat.v1.train.Optimizer, "apply_gradients", self._apply)
         # Taken from the class that defines it, for all sessions.
         session_classes = tf.compat.v1.Session.__mro__
         session = next(base for base in session_classes if "run" in vars(base))
-        wrap(session, "run", self._run)
+        wrap(session, "run", self._run_session)
 
     def install(self, module: Any) -> None:
         """Wrap the classes of a Keras package, or the calls of this package."""
@@ -175,7 +178,7 @@ class StepRecorder:
         step = self._next_step
         self._next_step = RecordedStep()
         self._logs = step.logs
-        if self._phases.count(step, optimizer):
+        if self._phases.takes(step, optimizer):
             self._record.joined = job.current() is not None
             step.names = names
             step.gradients = projected(arrays[:trained])
@@ -184,7 +187,8 @@ class StepRecorder:
             # Saved at each step, since the process may be killed after any.
             self._record.save(self._process.folder)
 
-    def _gradient(self, original: Any, tape: Any, *args: Any, **kwargs: Any) -> Any:
+    def _tape_gradient(self, original: Any, tape: Any, *args: Any, **kwargs: Any) -> Any:
+        """With Horovod's names, keep what tapes give: the ranks are compared with the average of it."""
         gradients = original(tape, *args, **kwargs)
         if self._by_horovod():
             self._keep_before(tf.nest.flatten(gradients), self._keep_tape_gradients)
@@ -285,10 +289,12 @@ class StepRecorder:
         self._phases.note_place()
         return original(*args, **kwargs)
 
-    def _run(self, original: Any, session: Any, fetches: Any, *args: Any, **kwargs: Any) -> Any:
+    def _run_session(
+        self, original: Any, session: Any, fetches: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         logs = self._logs
         fetched = original(session, fetches, *args, **kwargs)
-        # A run that made no step has no logs of one.
+        # A call that made no step has no logs of one.
         if self._logs is not logs:
             arrays = fetched
             # The keys of the dictionary may be hooks.

@@ -1,4 +1,4 @@
-"""Judges what the runs of ``npurun verify`` have left: the cause of a difference, and what wasn't compared.
+"""Judges what the processes of ``npurun verify`` have left: the cause of a difference, and what wasn't compared.
 
 ``causes.py`` has the causes, ``report.py`` prints the verdict.
 """
@@ -23,7 +23,7 @@ SAME = 0
 DIFFERS = 1
 NOT_COMPARABLE = 3
 
-_FAILED = "failed"
+_FAILED = "failed"  # cause of a verdict whose text is the error: ``causes.md`` has none
 _RESULT = "N ranks give the single-process result"
 _AVERAGE = "all ranks apply the average of their gradients"
 _SHOWN = 8
@@ -63,23 +63,25 @@ class Verdict:
     missed: list[str] = field(default_factory=list)  # what the comparison hasn't reached
 
 
-def judge(runs: Sequence[Sequence[PlannedProcess]]) -> Verdict:
-    """Compare the records that the runs have left: of one process and its perturbed twin, and of each number of ranks.
+def judge(stages: Sequence[Sequence[PlannedProcess]]) -> Verdict:
+    """Compare one process with each number of ranks, by what the processes of ``PlannedProcess.stages`` have left.
 
-    The runs are in the order of ``PlannedProcess.runs``: numbers of ranks ascend.
+    The smallest number of ranks that differs has the verdict. Of more ranks, the table, notes and what is missed are
+    kept: they mostly differ for the same reason.
     """
-    single, perturbed = (compare.load(process.folder) for process in runs[0])
+    first_stage, *stages_of_ranks = stages
+    single, perturbed = (compare.load(process.folder) for process in first_stage)
     verdict = Verdict(SAME, "", "")
-    notes = _notes_of_script(single, runs[0][0].replicates)
-    missed = _missed(single, runs[0])
-    single_fails = bool(_failure(runs[0][:1]))
-    incomplete = []  # runs, each with a cause and its text
-    for processes in runs[1:]:
+    notes = _notes_of_script(single, first_stage[0].replicates)
+    missed = _missed(single, first_stage)
+    single_fails = bool(_failure(first_stage[:1]))
+    incomplete = []  # runs whose ranks made too few steps, each with a cause and its text
+    for processes in stages_of_ranks:
         size = len(processes)
         failure = _failure(processes)
-        records = [compare.load(process.folder) for process in processes]
+        ranks = [compare.load(process.folder) for process in processes]
         # If the ranks for which the user has asked make no steps, npurun verify has ended already.
-        if not all(record.steps for record in records):
+        if not all(record.steps for record in ranks):
             if failure:
                 missed.append(f"{size} ranks: {failure}")
             else:
@@ -87,33 +89,32 @@ def judge(runs: Sequence[Sequence[PlannedProcess]]) -> Verdict:
                     f"{size} ranks were left out: the global batch size can't be divided by {size}."
                 )
             continue
-        unfinished = {}
-        if records[0].uses_horovod:
-            # Other notes are on what is compared with one process, for which the average of the ranks stands here.
+        unreached = {}
+        if ranks[0].uses_horovod:
+            average = compare.average_of(ranks)
+            run = ComparedRun(average, average, ranks)
+            # Other notes are on what is compared with one process, for which the average stands here.
             notes = [_HOROVOD]
-            single = perturbed = compare.average_of(records)
         else:
-            unfinished = _missed_by_ranks(single, records)
-            missed += unfinished
-        run = ComparedRun(single, perturbed, records)
+            run = ComparedRun(single, perturbed, ranks)
+            unreached = _unreached_by_ranks(single, ranks)
+            missed += unreached
         cause, explanation = causes.cause_of(run)
         notes += _notes_of_run(run, cause)
         verdict.table += _table(run)
         verdict.text = verdict.text or _sameness(run.single)
-        # The smallest number of ranks that differs has the verdict. Of more ranks, the table, notes and what is missed
-        # are kept: they mostly differ for the same reason.
         if cause and not verdict.cause:
             verdict = _verdict_on(run, cause, explanation, verdict.table)
-        unintended = " ".join(text for text, is_meant in unfinished.items() if not is_meant)
+        fewer_steps = " ".join(text for text, is_meant in unreached.items() if not is_meant)
         # If one process fails, too, it is the script's own error, unless the ranks haven't come as far.
-        if failure and (unfinished or not single_fails):
+        if failure and (unreached or not single_fails):
             incomplete.append((run, _FAILED, failure))
-        elif failure and records[0].uses_horovod:
+        elif failure and ranks[0].uses_horovod:
             # With Horovod's names, ranks may have fewer steps to make.
             missed.append(f"what follows an error: {failure}")
-        elif unintended and processes is runs[1]:
+        elif fewer_steps and processes is stages_of_ranks[0]:
             # Ranks that are only tried may make fewer steps.
-            explanation = causes.text_of(causes.FEWER_STEPS, run, unintended)
+            explanation = causes.text_of(causes.FEWER_STEPS, run, fewer_steps)
             incomplete.append((run, causes.FEWER_STEPS, explanation))
     if incomplete:
         run, cause, explanation = incomplete[0]
@@ -132,7 +133,7 @@ def judge(runs: Sequence[Sequence[PlannedProcess]]) -> Verdict:
 def _verdict_on(run: ComparedRun, cause: str, explanation: str, table: list[str]) -> Verdict:
     """Return the verdict on a run that has a cause."""
     code = DIFFERS
-    if cause in (causes.NO_CALL, causes.RANDOM, causes.NOT_REPEATABLE):
+    if cause in causes.NOT_COMPARABLE:
         code = NOT_COMPARABLE
     if len(_phases(run.single)) > 1:
         explanation = f"in {run.phase}: {explanation}"
@@ -157,11 +158,11 @@ def _sameness(record: Record) -> str:
     return f"{claim}, for {shortened(phases, _SHOWN, 'more phases')}."
 
 
-def _missed(single: Record, run: Sequence[PlannedProcess]) -> list[str]:
-    """Return what the single process hasn't reached, or its twin."""
+def _missed(single: Record, first_stage: Sequence[PlannedProcess]) -> list[str]:
+    """Return what the single process hasn't reached, or the perturbed one."""
     missed = []
-    process = run[0]
-    failure = _failure(run)
+    process = first_stage[0]
+    failure = _failure(first_stage)
     if failure:
         missed.append(f"what follows an error: {failure}")
     if single.ended_at:
@@ -210,26 +211,26 @@ def _without_gradients(record: Record) -> list[str]:
     return [name for name, is_without in names.items() if is_without]
 
 
-def _missed_by_ranks(single: Record, records: Sequence[Record]) -> dict[str, bool]:
+def _unreached_by_ranks(single: Record, ranks: Sequence[Record]) -> dict[str, bool]:
     """Return what ranks haven't reached, unlike the single process; True for what is left to one rank on purpose."""
-    reached = [_phases(compare.aligned([single, record])[0]) for record in records]
-    missed = {}
+    reached = [_phases(compare.aligned([single, record])[0]) for record in ranks]
+    unreached = {}
     for phase, count in _phases(single).items():
         steps = [of_rank[phase] for of_rank in reached]
         if min(steps) < count:
-            text = f"{phase}: {len(records)} ranks made {min(steps)} of its {count} steps."
+            text = f"{phase}: {len(ranks)} ranks made {min(steps)} of its {count} steps."
             # A phase that some ranks make and others don't even begin.
-            missed[text] = set(steps) == {0, count}
-    return missed
+            unreached[text] = set(steps) == {0, count}
+    return unreached
 
 
-def _failure(run: Sequence[PlannedProcess]) -> str:
-    """Return how the first process of a run that failed did so; "" if all went well."""
-    paths = [process.folder / FAILED for process in run]
+def _failure(processes: Sequence[PlannedProcess]) -> str:
+    """Return how the process that failed first did so; "" if all went well."""
+    paths = [process.folder / FAILED for process in processes]
     failures = [path for path in paths if path.exists()]
     if not failures:
         return ""
-    # The one that failed first most likely made the others fail.
+    # It most likely made the others fail.
     earliest = min(failures, key=lambda path: path.stat().st_mtime)
     return earliest.read_text(encoding="utf-8")
 
@@ -268,12 +269,11 @@ def _note_on_layers(record: Record, topic: str, note: str) -> list[str]:
 
 def _table(run: ComparedRun) -> list[str]:
     """Return a line for each step: its samples, and how far gradients and updates are off."""
-    different = run.different_samples()
     has_phases = len(_phases(run.single)) > 1
     lines = []
     for step in run.steps:
         samples = "same"
-        if step.number in different:
+        if step.other_samples():
             samples = "other"
         line = f"{run.size:>5} {step.number:>5} {sum(step.single.rows.values()):>8} {samples:>8}"
         line += _cell(step.deviations[compare.GRADIENT])

@@ -26,10 +26,10 @@ _CLEARLY = 1e-3
 
 @dataclass(frozen=True)
 class Runs:
-    """The results of a step that ran on all samples, on all of them again, and on parts of them."""
+    """The results of the dry runs of a step: on all samples, on all of them again, and on parts of them."""
 
     whole: StepResults
-    repeats: Sequence[StepResults]  # the same again, and with weights that differ by rounding
+    repeats: Sequence[StepResults]  # of the same again, and with weights that differ by rounding
     parts: Sequence[StepResults]
     weights: Sequence[float]  # the parts' fractions of the samples
     tolerance: float  # largest difference that counts as rounding, relative
@@ -87,23 +87,23 @@ class ComparedGradient:
     is_sum: bool  # it is the sum over the parts, as a gradient of 0 is
 
 
-def are_repeatable(run: StepResults, again: StepResults) -> bool:
+def are_repeatable(whole: StepResults, repeat: StepResults) -> bool:
     """Return True if the same samples give the same gradients, but for what some kernels add up in any order."""
-    pairs = [_dense(pair) for pair in zip(run.gradients, again.gradients)]
+    pairs = [_dense(pair) for pair in zip(whole.gradients, repeat.gradients)]
     # Gradients are compared by the size of all of them together: some are nearly 0, and rounded like the rest.
     size = norm([norm(gradient) for gradient, _ in pairs])
-    for gradient, repeat in pairs:
+    for gradient, again in pairs:
         allowed = 0.01 * (norm(gradient) + size)
         # ``not <=``, because a comparison with NaN is always false.
-        if not norm(gradient - repeat) <= allowed:
+        if not norm(gradient - again) <= allowed:
             return False
     return True
 
 
-def are_comparable(run: StepResults) -> bool:
+def are_comparable(whole: StepResults) -> bool:
     """Return True if gradients are finite, and not all 0."""
     sizes = []
-    for gradient in run.gradients:
+    for gradient in whole.gradients:
         [dense] = _dense([gradient])
         sizes.append(norm(dense))
     # Neither holds for NaN.

@@ -103,7 +103,7 @@ def find_sums(context: StepContext, batch: Any) -> str:
         try:
             with _nothing_drawn():
                 samples = samples_of(without_optional(batch))
-                sums = checked_step(context, samples, is_repeated=False).sums
+                sums = checked_step(context, samples, has_repeats=False).sums
         except Exception:
             # The user's step may rely on what a few samples don't have.
             _log.debug("sums of a test step", exc_info=True)
@@ -153,7 +153,7 @@ def _verdict(context: StepContext, batch: Any) -> _RankVerdict:
                 "the step runs eagerly (run_eagerly=True), and what it does in Python can't be undone"
             )
         samples = samples_of(without_optional(batch))
-        checked = checked_step(context, samples, is_repeated=True)
+        checked = checked_step(context, samples, has_repeats=True)
         verdict = _judge(context, samples, checked)
         return verdict._replace(sums=checked.sums, added=sums_in_words(context, checked))
     except NotChecked as error:

@@ -101,10 +101,10 @@ def parts_of(batch: Any, count: int, split: int) -> list[Part]:
     return [Part(head, split, count, True), Part(tail, count - split, count, False)]
 
 
-def checked_step(context: StepContext, samples: Samples, is_repeated: bool) -> CheckedStep:
+def checked_step(context: StepContext, samples: Samples, has_repeats: bool) -> CheckedStep:
     """Run a step on samples and on their parts, until what are sums over the samples is known, and added up.
 
-    If it is repeated, the gradients must be the same twice, and it is seen what rounding changes.
+    With repeats, the gradients must be the same twice, and what rounding changes is measured.
     """
     added_names = set[str]()
     while True:
@@ -112,7 +112,7 @@ def checked_step(context: StepContext, samples: Samples, is_repeated: bool) -> C
         # The added numbers change what the step computes, and so it is traced anew.
         set_sums(context, [added])
         dry_step = DryStep(context, samples.spec)
-        runs = _runs(context, dry_step, samples, is_repeated)
+        runs = _runs(context, dry_step, samples, has_repeats)
         numbers = findings.sums_among_numbers(runs)
         sums = {name for name, is_sum in numbers.items() if is_sum}
         losses = {name for name in sums if name.startswith((LOSS, ADDED_LOSS))}
@@ -135,11 +135,12 @@ def checked_step(context: StepContext, samples: Samples, is_repeated: bool) -> C
         added_names |= adding
 
 
-def _runs(context: StepContext, dry_step: DryStep, samples: Samples, is_repeated: bool) -> Runs:
+def _runs(context: StepContext, dry_step: DryStep, samples: Samples, has_repeats: bool) -> Runs:
+    """Run a step on samples, with repeats or none, on their parts, and on the samples twice."""
     precision = precision_of(context.model)
     [whole] = dry_step.run([samples.whole])
     repeats = []
-    if is_repeated:
+    if has_repeats:
         if not dry_step.variables and not dry_step.handles:
             raise NotChecked("the step trains nothing")
         if not findings.are_comparable(whole):
@@ -155,7 +156,7 @@ def _runs(context: StepContext, dry_step: DryStep, samples: Samples, is_repeated
             raise
         text = not_samples(context, samples.whole.data, last_line(error))
         raise Indivisible(text) from error
-    if is_repeated:
+    if has_repeats:
         with _moved(dry_step.variables, precision):
             repeats += dry_step.run([samples.whole])
     doubled: list[StepResults] = []
