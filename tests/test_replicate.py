@@ -252,3 +252,8 @@ def test_what_is_replaced_is_listed(keras_two_ranks: Pool) -> None:
     }
     assert {*expected, "update_state", "result", "reset_state", "skip"} <= set(names)
     assert [name for name in names if f"``{name}``" not in text] == []
+
+
+def test_a_step_that_fails_as_it_starts_replaces_nothing(keras_two_ranks: Pool) -> None:
+    for outcome in keras_two_ranks.run(fit_step_bodies.body_failing_start):
+        assert outcome == ("RuntimeError: broken", set(), set())

@@ -292,3 +292,38 @@ def body_replaced() -> tuple[list[str], str]:
     x, before = np.ones([6, 6], np.float32), replaced(model)
     npu.distribute.replicate(model).fit(x, x[:, :1], verbose=0)
     return sorted(found - before), str(replica.__doc__)
+
+
+def body_failing_start() -> tuple[str, set[str], set[str]]:
+    """The error of a step that fails as it starts, and what it leaves replaced, and a further step after it."""
+    keras = tf.keras
+
+    class Fragile(keras.layers.Layer):  # type: ignore[misc]
+        is_broken = False
+
+        @property
+        def synchronized(self) -> bool:
+            if self.is_broken:
+                raise RuntimeError("broken")
+            return False
+
+        def call(self, values: Any) -> Any:
+            return values
+
+    model = keras.Sequential([keras.Input([6]), Fragile(), keras.layers.Dense(1)])
+    model.compile("sgd", keras.losses.MeanSquaredError(), metrics=["mae"], run_eagerly=True)
+    model = npu.distribute.replicate(model)
+    x = np.ones([6, 6], np.float32)
+
+    def methods() -> set[str]:
+        parts = [model, *model.layers, *model.metrics, model.loss]
+        return {f"{part.name}.{name}" for part in parts for name in vars(part)}
+
+    model.fit(x, x[:, :1], verbose=0)
+    before = methods()
+    vars(model.layers[0])["is_broken"] = True
+    error = error_of(model.fit, x, x[:, :1], verbose=0)
+    del vars(model.layers[0])["is_broken"]
+    after_error = methods() - before
+    model.fit(x, x[:, :1], verbose=0)
+    return error, after_error, methods() - before

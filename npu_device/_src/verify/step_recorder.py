@@ -45,8 +45,8 @@ class StepRecorder:
     A hook is called instead of what it wraps, which is its first argument, ``original``.
 
     What belongs to a step comes one after the other. The call of a model adds rows to ``_next_step``, and other calls
-    are kept in ``_calls``. When the optimizer is called, or traced, these become the calls before its steps. When it
-    makes a step, that is ``_next_step``. Then come its logs.
+    are kept in ``_script_calls``. When the optimizer is called, or traced, these become the calls before its steps.
+    When it makes a step, that is ``_next_step``. Then come its logs.
     """
 
     def __init__(self, process: PlannedProcess) -> None:
@@ -55,7 +55,7 @@ class StepRecorder:
         self._next_step = RecordedStep()
         self._lock = threading.RLock()
         self._phases = Phases(process, self._record, self._lock)
-        self._calls = ScriptCalls(process, self._record, self._lock)
+        self._script_calls = ScriptCalls(process, self._record, self._lock)
         self._optimizer_names = weakref.WeakKeyDictionary[Any, str]()
         self._models: list = []
         self._states: dict[str, list] = {}  # untrained variables, by the optimizer's name
@@ -73,10 +73,10 @@ class StepRecorder:
     def install(self, module: Any) -> None:
         """Wrap the classes of a Keras package, or the calls of this package."""
         if module.__name__ == "npu_device.distribute":
-            self._calls.wrap_distribute(module)
+            self._script_calls.wrap_distribute(module)
         elif module is not tf:
             self._wrap_keras(module)
-            self._calls.wrap_keras(module)
+            self._script_calls.wrap_keras(module)
 
     def _wrap_keras(self, keras: Any) -> None:
         for owner, name in compat.gradient_methods(keras):
@@ -157,7 +157,7 @@ class StepRecorder:
         targets = [tensor.op for tensor in tensors if tensor is not None]
         for operation in compat.walk(targets, compat.producers):
             if "Random" in operation.type and _SCOPE not in operation.name:
-                self._calls.note(topics.RANDOM, where(operation), operation.type)
+                self._script_calls.note(topics.RANDOM, where(operation), operation.type)
 
     def _name_of_optimizer(self, optimizer: Any) -> str:
         """Return the name of an optimizer that makes or traces a step, and keep the calls that led to it."""
@@ -167,7 +167,7 @@ class StepRecorder:
             count = len(self._record.calls_before)
             name = self._optimizer_names.setdefault(optimizer, f"optimizer {count}")
             calls = self._record.calls_before.setdefault(name, [])
-            calls += [call for call in self._calls.pop() if call not in calls]
+            calls += [call for call in self._script_calls.pop() if call not in calls]
             self._phases.entered(name, type(optimizer).__name__)
             return name
 
@@ -272,12 +272,12 @@ class StepRecorder:
     def _fit(self, keras: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
         arguments = inspect.signature(original).bind(*args, **kwargs).arguments
         if arguments.get("validation_data") is not None or arguments.get("validation_split"):
-            self._calls.note(topics.EVALUATION, detail="the validation in fit")
+            self._script_calls.note(topics.EVALUATION, detail="the validation in fit")
         names = acting_between_epochs(keras.callbacks, arguments.get("callbacks"))
 
         def note_cut() -> None:
             if names:
-                self._calls.note(topics.EPOCH_END, detail=", ".join(names))
+                self._script_calls.note(topics.EPOCH_END, detail=", ".join(names))
 
         # Shuffling is off, since ranks and one process have to read the same order.
         kwargs["shuffle"] = False
@@ -285,7 +285,7 @@ class StepRecorder:
 
     def _evaluate(self, call: str, original: Any, *args: Any, **kwargs: Any) -> Any:
         # The validation of ``fit`` calls this, too, and has been noted by its line.
-        self._calls.note(topics.EVALUATION, detail=call)
+        self._script_calls.note(topics.EVALUATION, detail=call)
         self._phases.note_place()
         return original(*args, **kwargs)
 

@@ -38,12 +38,22 @@ class Sums:
     numbers: IsSum = field(default_factory=dict)
     # The reducers of optimizers all of whose gradients are sums.
     reducers: set = field(default_factory=set)
-    are_all: bool = False  # ``reducers`` has the reducers of all optimizers of the step
+    has_all_reducers: bool = False  # ``reducers`` has the reducers of all optimizers of the step
 
 
 @dataclass
 class CurrentStep:
-    """A step as the calls in it see it."""
+    """A step as the calls in it see it.
+
+    Each rank multiplies what it has from its samples, and the sum over the ranks is what one process has::
+
+        factor           value                                 what it multiplies
+        fraction         samples of this rank / of all ranks   means over samples: logs, moving averages
+        sum_factor       1, or 0 without samples               sums over samples: metrics, what ``sums`` has
+        gradient_factor  one of these two, see                 the loss of an optimizer (``with_weighted_loss``), or
+                         ``WeightedReducer``                   its gradients, but never both
+        1 / fraction                                           a sum in a loss that gets the fraction afterwards
+    """
 
     share: Share
     is_custom: bool  # the script has written the step, not Keras
@@ -53,22 +63,22 @@ class CurrentStep:
     is_dry_run: bool = False
     # The reducers of optimizers that have multiplied a loss by this rank's factor, so that its gradients needn't be.
     with_weighted_loss: set = field(default_factory=set)
-    reduced: list = field(default_factory=list)  # results that the step has asked for itself
+    reduced: list = field(default_factory=list)  # results of what the step has reduced itself
     # On while a metric is updated: what it calls gives values for the metric alone.
     in_metric: ThreadSwitch = field(default_factory=ThreadSwitch)
     # Losses, and what metrics and logs are given, by name.
     numbers: dict[str, Any] = field(default_factory=dict)
     _counts_by_taker: Counter[str] = field(default_factory=Counter)
 
-    # Cached, since ``Increments`` groups variables by the identity of their factors.
+    # Cached, so that a graph has one tensor, made at the start of a step (``Step.__enter__``).
     @functools.cached_property
     def fraction(self) -> Any:
-        """Return this rank's fraction of the samples: its factor in a mean. Always the same object, so one tensor."""
+        """Return this rank's fraction of the samples: its factor in a mean."""
         return self.share.fraction
 
     @functools.cached_property
     def sum_factor(self) -> Any:
-        """Return this rank's factor in a sum: 1 if it has samples, else 0; always the same object."""
+        """Return this rank's factor in a sum: 1 if it has samples, else 0."""
         return self.share.sum_factor
 
     def register_number(self, taker: str, number: Any) -> bool | None:
@@ -81,12 +91,6 @@ class CurrentStep:
         self._counts_by_taker[taker] += 1
         self.numbers[name] = number
         return self.sums.numbers.get(name)
-
-    def factor_for(self, reducer: Any) -> Any:
-        """Return the factor of this rank's gradients in the sum that the reducer of an optimizer makes."""
-        if reducer in self.sums.reducers:
-            return self.sum_factor
-        return self.fraction
 
     # The step sums the ranks' gradients, each times the rank's fraction, unless the losses have got that factor. Where
     # ranks exchange values that the loss depends on, gradients come back from all ranks' losses, each with the factor
@@ -108,7 +112,7 @@ class CurrentStep:
             return tensor
 
         def backward(upstream: tf.Tensor) -> tf.Tensor:
-            if self.with_weighted_loss or self.sums.are_all:
+            if self.with_weighted_loss or self.sums.has_all_reducers:
                 return upstream
             return by_fraction(upstream, tf.cast(self.fraction, upstream.dtype))
 

@@ -71,12 +71,16 @@ def share_of_batch(batch: Any, rank: int, size: int, division: str = "alike") ->
     total = rows
     if division != "first":
         total = units_of(batch)
-    # The bounds are whole numbers, so that shares differ by one unit at most and leave none out.
-    start = rank * total // size
-    end = (rank + 1) * total // size
+    start, end = bounds_of_rank(total, rank, size)
     # A rank without units works on one that doesn't count: the others wait for it in the collectives of the step.
     samples = run_of(batch, total, start, _at_least(start + 1, end), division)
     return Share(samples, end - start, total)
+
+
+def bounds_of_rank(total: Number, rank: int, size: int) -> tuple[Number, Number]:
+    """Return which of a total number of units are those of a rank: the first one, and the one after the last."""
+    # Whole numbers, so that shares differ by one unit at most and leave none out.
+    return rank * total // size, (rank + 1) * total // size
 
 
 def _at_least(least: Number, number: Number) -> Number:

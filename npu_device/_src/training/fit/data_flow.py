@@ -36,11 +36,11 @@ class DataFlow:
         self.graph = graph
         self._samples = {tensor.name for tensor in samples}
         self._inputs = {tensor.op.name: position for position, tensor in enumerate(graph.inputs)}
-        self._calls: dict[str, _Call] = {}
+        self._calls_by_name: dict[str, _Call] = {}
         for operation in graph.get_operations():
             functions = compat.functions_of(operation)
             if functions:
-                self._calls[operation.name] = _Call(operation, functions)
+                self._calls_by_name[operation.name] = _Call(operation, functions)
 
     # What tensors depend on
 
@@ -64,7 +64,7 @@ class DataFlow:
         is_start = operation.name in self._inputs or is_draw(operation)
         if is_start or operation.type.startswith(_TRANSFERS):
             return []
-        call = self._calls.get(operation.name)
+        call = self._calls_by_name.get(operation.name)
         if call is None:
             return list(operation.inputs)
         return call.sources(tensor.value_index)
@@ -81,7 +81,7 @@ class DataFlow:
 
     def decisions(self) -> Iterator[TensorList]:
         """Yield tensors of this graph by which its branches and loops, and those inside them, decide."""
-        for call in self._calls.values():
+        for call in self._calls_by_name.values():
             yield call.deciding_tensors()
         yield from self._from_inside(DataFlow.decisions)
 
@@ -122,7 +122,7 @@ class DataFlow:
         return draws
 
     def _inner_flows(self) -> Iterator[tuple[_Call, DataFlow]]:
-        for call in self._calls.values():
+        for call in self._calls_by_name.values():
             for inner in call.flows:
                 yield call, inner
 

@@ -23,7 +23,7 @@ from npu_device._src import compat
 from npu_device._src.training.fit import start
 from npu_device._src.training.fit.batch_checksum import checksum_of
 from npu_device._src.training.opening.current_world import world_unless_child
-from npu_device._src.world.share import ROWS, rows_of, run_of
+from npu_device._src.world.share import ROWS, bounds_of_rank, rows_of, run_of
 from npu_device._src.world.world import World
 
 _RANDOM = re.compile(
@@ -146,22 +146,22 @@ def with_tag(tag: Any, batch: Any) -> Any:
     return ({ROWS: tag, "x": x}, *targets)
 
 
-def rows_of_rank(world: World, model: Any, sequence: Any) -> Any:
+def sequence_of_rank(world: World, model: Any, sequence: Any) -> Any:
     """Return a PyDataset or Sequence of the rows of this rank in each batch; none is larger than the first one."""
     batch = sequence[0]
-    begin, end = _rows_of_rank(world, int(rows_of(batch)))
+    begin, end = bounds_of_rank(int(rows_of(batch)), world.rank, world.size)
     _require_same_rows(world, batch, sequence.rows(0, begin, end), begin, end)
 
     settings = {name: getattr(sequence, name) for name in _SETTINGS if hasattr(sequence, name)}
-    rows = _class_of_rows(compat.keras_of(model).utils.Sequence)
-    return rows(sequence, begin, end, **settings)
+    sequence_class = _class_of_rank(compat.keras_of(model).utils.Sequence)
+    return sequence_class(sequence, begin, end, **settings)
 
 
 @functools.cache
-def _class_of_rows(sequence_class: Any) -> Any:
+def _class_of_rank(sequence_class: Any) -> Any:
     """Return the class of data with the rows of this rank, made once: TensorFlow never frees the class of data."""
 
-    class Rows(sequence_class):
+    class SequenceOfRank(sequence_class):
         """The rows of this rank; a batch without any has one that doesn't count."""
 
         def __init__(self, sequence: Any, begin: int, end: int, **settings: Any) -> None:
@@ -204,14 +204,7 @@ def _class_of_rows(sequence_class: Any) -> Any:
         def on_epoch_end(self) -> None:
             self._sequence.on_epoch_end()
 
-    return Rows
-
-
-def _rows_of_rank(world: World, total: int) -> tuple[int, int]:
-    """Return which rows of a batch are those of this rank: the first one, and the one after the last."""
-    begin = world.rank * total // world.size
-    end = (world.rank + 1) * total // world.size
-    return begin, end
+    return SequenceOfRank
 
 
 def _require_same_rows(world: World, batch: Any, rows: Any, begin: int, end: int) -> None:
@@ -342,7 +335,7 @@ def pipeline(
     if world is None:
         mapped = source.map(call, num_parallel_calls)
         return mapped.batch(size, drop_remainder).prefetch(tf.data.AUTOTUNE)
-    begin, end = _rows_of_rank(world, size)
+    begin, end = bounds_of_rank(size, world.rank, world.size)
     windows = _in_source_order(source).window(size, drop_remainder=drop_remainder)
     tagged_rows = windows.flat_map(partial(_tagged_rows, begin, end))
     _require_pure(call, tagged_rows.element_spec[1])

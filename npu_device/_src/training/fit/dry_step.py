@@ -154,7 +154,7 @@ class DryStep:
             pairs = list(grads_and_vars)
             weighted = [gradient for gradient, _ in pairs]
             if reducer is not None:
-                weighted = reducer.weighted_contributions(weighted, self.step, optimizer)
+                weighted = reducer.weighted_once(weighted, self.step, optimizer)
             for (gradient, variable), weighted_gradient in zip(pairs, weighted):
                 if gradient is not None:
                     self.variables.append(variable)

@@ -63,7 +63,7 @@ class Saves:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._rank = job.cluster.rank
-        self._calls = job.counts.of(job.group(WORLD_GROUP))
+        self._collectives = job.counts.of(job.group(WORLD_GROUP))
         self._lock = threading.Lock()
         # By path, when its newest save by this rank began, and how that has ended, once it has.
         self._saves: dict[str, tuple[_Moment, Future[_SaveOutcome]]] = {}
@@ -88,7 +88,7 @@ class Saves:
     def save(self, path: str, write: Callable[[], Any]) -> Any:
         """Let rank 0 write a path. Others wait for it and return None, or write where they can't see its file."""
         with self._lock:
-            collectives = self._calls.started
+            collectives = self._collectives.started
             # Ranks that have made the same collectives are at the same place of the script.
             count = 1
             if path in self._saves:
@@ -127,7 +127,7 @@ class Saves:
         """Return how the save of a path that belongs to a moment ends; None at the next save if it isn't known."""
         path, collectives, count, _ = body
         with self._lock:
-            has_passed = self._calls.started > collectives
+            has_passed = self._collectives.started > collectives
             if path in self._saves:
                 moment, outcome = self._saves[path]
                 if has_passed or moment >= (collectives, count):

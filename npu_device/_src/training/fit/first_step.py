@@ -92,10 +92,10 @@ def check(context: StepContext, batch: Any) -> str:
     return statement
 
 
-def find_sums(context: StepContext, batch: Any) -> str:
-    """Find out on all ranks which numbers of a test step are sums over the samples; return what to remember."""
+def find_sums(context: StepContext, batch: Any) -> None:
+    """Find out on all ranks which numbers of a test step are sums over the samples."""
     if environment.NPU_DEVICE_FIRST_STEP_CHECK.get() == "off":
-        return "looked at"
+        return
     sums = {}
     # What an eager step of the script does in Python can't be undone.
     is_left_out = context.model.run_eagerly and context.is_custom
@@ -109,7 +109,6 @@ def find_sums(context: StepContext, batch: Any) -> str:
             _log.debug("sums of a test step", exc_info=True)
     # The ranks exchange after a failure, too, because the others take part.
     set_sums(context, context.world.objects(sums, "sums of a test step"))
-    return "looked at"
 
 
 @contextlib.contextmanager
@@ -124,11 +123,11 @@ def _nothing_drawn() -> Iterator[None]:
 
 
 def require_divisible(
-    context: StepContext, spec: Any, divide: Any, batch: Any, error: Exception
+    context: StepContext, spec: Any, own_part: Any, batch: Any, error: Exception
 ) -> None:
     """Raise an error that says what is divided, if a step can be traced with the batch, but not with a share of it."""
     # A share is traced first: what has been traced with the batch counts as built, and wouldn't be traced again.
-    if _can_be_traced(context, spec, divide):
+    if _can_be_traced(context, spec, own_part):
         return
     if not _can_be_traced(context, spec, lambda whole: whole):
         return
@@ -138,9 +137,9 @@ def require_divisible(
     raise ValueError(f"rank {rank}: {text}") from error
 
 
-def _can_be_traced(context: StepContext, spec: Any, divide: Any) -> bool:
+def _can_be_traced(context: StepContext, spec: Any, own_part: Any) -> bool:
     try:
-        start.build(context.model, context.mode, context.own_step, spec, divide)
+        start.build(context.model, context.mode, context.own_step, spec, own_part)
     except Exception:
         return False
     return True

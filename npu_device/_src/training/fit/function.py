@@ -11,7 +11,7 @@ from npu_device._src.training.fit import first_step, randomness, sources, start,
 from npu_device._src.training.fit.divided import OwnData
 from npu_device._src.training.fit.model_objects import objects_of
 from npu_device._src.training.fit.randomness import RandomNumbers
-from npu_device._src.training.fit.step import divide
+from npu_device._src.training.fit.step import share_of_rank
 from npu_device._src.training.fit.step_context import StepContext
 from npu_device._src.training.fit.weighting import replicate_optimizer
 from npu_device._src.training.watching import training_state
@@ -69,46 +69,37 @@ class Function(StepContext):
         is_first_call: its next call is the first one of a fit, evaluate or predict.
     """
 
-    def __init__(self, state: ReplicaState, mode: str) -> None:
-        super().__init__(state.world, state.model, mode, getattr(state.model, f"{mode}_step"))
+    def __init__(self, replica: ReplicaState, mode: str) -> None:
+        own_step = getattr(replica.model, f"{mode}_step")
+        super().__init__(replica.world, replica.model, mode, own_step)
         self.source: Any = None
         self.is_first_call = True
-        self._state = state
-        self._name = f"{mode}_function"
+        self._replica = replica
+        self._name = f"{mode}_function"  # the attribute of the model from which Keras gets it
         self._make_keras_function: Callable = getattr(self.model, f"make_{mode}_function")
+        # Keras's own function: calls ``train_step`` or the like of the model, which is ``step``'s, with each batch.
         self._keras_function: Callable[[Any], Any]
         self._is_built = False
-        self._outcome_of_check = ""  # of the first-step check, in words; "" before it
-        self._has_drawn = False
+        self._is_checked = False  # by the first-step check
+        self._has_told_draws = False
         self._input_wait = sources.InputWait()
         # Only rank 0 says how long it waits, and only in training.
         self._input_wait.is_over = mode != "train" or not self.world.is_main
 
-    def __call__(self, batches: Any) -> Any:
-        """Run a step, or several; Keras calls this with an iterator, or (to predict, in Keras 3) with a list."""
-        if self.is_first_call:
-            self.is_first_call = False
-            batches = self._start(batches)
-        # In a running training, one comparison leads to Keras's own function.
-        if self._input_wait.is_over:
-            return self._keras_function(batches)
-        steps = compat.steps_per_call(self.model)
-        return self._input_wait.call(self._keras_function, batches, steps, self.has_own_data)
-
     def make(self, force: bool = False) -> Callable:
         """Make the function of the model, unless it is there; Keras calls this at the beginning of each ``fit``."""
-        xla.leave_call(self.model)
+        xla.compile_call_only(self.model)
         start.keep_steps_per_execution(self.world, self.model)
         if self.mode == "train":
             for optimizer in training_state.optimizers(self.model):
-                replicate_optimizer(optimizer, self.world, self._state.shard_optimizer)
+                replicate_optimizer(optimizer, self.world, self._replica.shard_optimizer)
         called_by_keras = getattr(self.model, self._name)
         # ``compile`` drops the function, so that a new one is made after it.
         if getattr(called_by_keras, INNER, called_by_keras) is self and not force:
             return called_by_keras
         self.is_first_call = True
         self._is_built = False
-        self._outcome_of_check = ""
+        self._is_checked = False
         self._make_anew()
         return self
 
@@ -120,31 +111,17 @@ class Function(StepContext):
         self._keras_function = getattr(self.model, self._name)
         setattr(self.model, self._name, self)
 
-    def build(self, batches: Any, batch: Any) -> None:
-        """Make all variables that a step needs, before its first one, given the first batch."""
-        if self._is_built:
-            return
-        self._is_built = True
-
-        def own_part(batch: Any) -> Any:
-            return divide(self.world, batch).data
-
-        spec = start.spec_of(self.model, batches, batch)
-        try:
-            start.build(self.model, self.mode, self.own_step, spec, own_part)
-        except Exception as error:
-            first_step.require_divisible(self, spec, own_part, content(batch), error)
-            may_need_values = isinstance(error, (AttributeError, TypeError, NotImplementedError))
-            if self.model.run_eagerly and may_need_values:
-                raise RuntimeError(f"{type(error).__name__}: {error}\n{_TRACED}") from error
-            raise
-
-    def after_draws(self, numbers: RandomNumbers, share: Share) -> None:
-        """Let all ranks have the same draws for the whole batch, and report once on all draws."""
-        draws = numbers.make_common(share.data, training_state.weights(self.model))
-        if draws and self.world.is_main and not self._has_drawn:
-            self._has_drawn = True
-            say(randomness.lines(self.model, draws))
+    def __call__(self, batches: Any) -> Any:
+        """Run a step, or several; Keras calls this with an iterator, or (to predict, in Keras 3) with a list."""
+        # Set by each ``fit``, ``evaluate`` and ``predict``.
+        if self.is_first_call:
+            self.is_first_call = False
+            batches = self._start(batches)
+        # In a running training, one comparison leads to Keras's own function.
+        if self._input_wait.is_over:
+            return self._keras_function(batches)
+        steps = compat.steps_per_call(self.model)
+        return self._input_wait.call(self._keras_function, batches, steps, self.has_own_data)
 
     def _start(self, batches: Any) -> Any:
         """Make the ranks ready at the first call of a ``fit``, and return the batches with the first one put back.
@@ -155,49 +132,69 @@ class Function(StepContext):
         is_training = self.mode == "train"
         # An interrupted call may have left a checksum.
         self.checksum.pop()
-        pulled = batches
+        first_batches = batches
         # Keras 3 hands lists to its function for predictions.
         is_iterator = not isinstance(batches, list)
         if is_iterator:
-            pulled = sources.pull(batches, compat.steps_per_call(self.model))
-        self.has_own_data = bool(pulled) and is_tagged(pulled[0])
-        if pulled:
+            first_batches = sources.pull(batches, compat.steps_per_call(self.model))
+        self.has_own_data = bool(first_batches) and is_tagged(first_batches[0])
+        if first_batches:
             if not self.has_own_data and environment.NPU_DEVICE_DIVISION.get() == "alike":
-                require_units(pulled[0], self.world.size)
-            self.build(batches, pulled[0])
-        if is_training or not self._state.in_fit:
-            start.synchronise(self.world, self.model, is_training, self._state.root_rank)
+                require_units(first_batches[0], self.world.size)
+            self.build(batches, first_batches[0])
+        if is_training or not self._replica.in_fit:
+            root_rank = self._replica.root_rank
+            start.set_variables_from_root(self.world, self.model, is_training, root_rank)
             # A broadcast callback names its root for one start only.
-            self._state.root_rank = 0
+            self._replica.root_rank = 0
         # Building may have added layers and variables.
         self.objects = objects_of(self.model)
         # Of own data, each rank knows the number of its own samples only.
         rows = None
-        if pulled and not self.has_own_data:
-            rows = int(rows_of(pulled[0]))
-        self._compare_first_batches(pulled, rows or 0)
-        if is_training and pulled:
-            if not self._outcome_of_check:
-                self._outcome_of_check = first_step.check(self, content(pulled[0]))
-            self._state.report(rows, self._outcome_of_check)
-        elif self.mode == "test" and pulled and not self._outcome_of_check:
-            self._outcome_of_check = first_step.find_sums(self, content(pulled[0]))
+        if first_batches and not self.has_own_data:
+            rows = int(rows_of(first_batches[0]))
+        self._compare_first_batches(first_batches, rows or 0)
+        if first_batches and not self._is_checked:
+            if is_training:
+                self._replica.report(rows, first_step.check(self, content(first_batches[0])))
+            elif self.mode == "test":
+                first_step.find_sums(self, content(first_batches[0]))
+            self._is_checked = True
         if is_iterator:
-            return sources.with_put_back(batches, pulled)
+            return sources.with_put_back(batches, first_batches)
         return batches
 
-    def _compare_first_batches(self, pulled: list, rows: int) -> None:
+    def build(self, batches: Any, batch: Any) -> None:
+        """Make all variables that a step needs, before its first one, given the first batch."""
+        if self._is_built:
+            return
+
+        def own_part(batch: Any) -> Any:
+            return share_of_rank(self.world, batch).data
+
+        spec = start.spec_of(self.model, batches, batch)
+        try:
+            start.build(self.model, self.mode, self.own_step, spec, own_part)
+        except Exception as error:
+            first_step.require_divisible(self, spec, own_part, content(batch), error)
+            may_need_values = isinstance(error, (AttributeError, TypeError, NotImplementedError))
+            if self.model.run_eagerly and may_need_values:
+                raise RuntimeError(f"{type(error).__name__}: {error}\n{_TRACED}") from error
+            raise
+        self._is_built = True
+
+    def _compare_first_batches(self, first_batches: list, rows: int) -> None:
         """Compare the batches of all ranks; if they should be the same and aren't, rank 0 sends its own."""
         if not self.has_own_data:
-            checksum = start.full_checksum(pulled)
-            is_same = sources.same_everywhere(self.world, self.source, checksum, rows)
-            self.set_batches_from_root(not is_same)
+            checksum = start.full_checksum(first_batches)
+            are_same = sources.first_batches_are_same(self.world, self.source, checksum, rows)
+            self.set_batches_from_root(not are_same)
         elif type(self.source) is OwnData:
             # A rank may have any rows of its own, but not the same rows as all others.
-            sources.warn_if_all_the_same(self.world, start.full_checksum(pulled))
+            sources.warn_of_same_batches(self.world, start.full_checksum(first_batches))
         else:
             # A pipeline marks the batches from which the ranks take their rows.
-            sources.require_same_mark(self.world, int(mark_of(pulled[0])))
+            sources.require_same_mark(self.world, int(mark_of(first_batches[0])))
 
     def set_batches_from_root(self, is_on: bool) -> None:
         """Let the batches of rank 0 be sent to all ranks from now on, or not any more, with a new function of Keras:
@@ -209,3 +206,10 @@ class Function(StepContext):
             called_by_keras = getattr(self.model, self._name)
             self._make_anew()
             setattr(self.model, self._name, called_by_keras)
+
+    def after_draws(self, numbers: RandomNumbers, share: Share) -> None:
+        """Let all ranks have the same draws for the whole batch, and report once on all draws."""
+        draws = numbers.make_common(share.data, training_state.weights(self.model))
+        if draws and self.world.is_main and not self._has_told_draws:
+            self._has_told_draws = True
+            say(randomness.lines(self.model, draws))

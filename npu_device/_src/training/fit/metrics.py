@@ -33,14 +33,19 @@ class _Result(NamedTuple):
 class Metrics:
     """Stands in for ``update_state``, ``result`` and ``reset_state`` of metrics.
 
-    Attributes:
-        add_increments: gives the metrics the increments of all ranks so far.
+    Args:
+        reduce_increments: gives the metrics the increments of all ranks so far.
     """
 
-    add_increments: Callable[[], None]
-
-    def __init__(self, objects: ModelObjects, step: CurrentStep, replaced: Replaced) -> None:
+    def __init__(
+        self,
+        objects: ModelObjects,
+        step: CurrentStep,
+        replaced: Replaced,
+        reduce_increments: Callable,
+    ) -> None:
         self._step = step
+        self._reduce_increments = reduce_increments
         self._metrics = objects.metrics
         self._results: list[_Result] = []
         keras = compat.keras_of(objects.layers[0])
@@ -114,7 +119,7 @@ class Metrics:
     def _record(self, compute: Callable[[], Any]) -> Any:
         if tf.executing_eagerly() and self._step.is_custom:
             # Without a graph, nothing tells later what a custom step has computed from the result.
-            self.add_increments()
+            self._reduce_increments()
         result = compute()
         if isinstance(result, dict):
             for key, tensor in result.items():

@@ -34,13 +34,18 @@ import copy
 import inspect
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Callable
 
 from npu_device._src import compat
 from npu_device._src.training.distribute.variables import require_no_strategy
 from npu_device._src.training.fit import files, shared_data, start
-from npu_device._src.training.fit.divided import OwnData, Pipeline, rows_of_rank, with_equal_length
+from npu_device._src.training.fit.divided import (
+    OwnData,
+    Pipeline,
+    sequence_of_rank,
+    with_equal_length,
+)
 from npu_device._src.training.fit.function import Function, ReplicaState
 from npu_device._src.training.fit.replaced import Replaced
 from npu_device._src.training.fit.sources import modes_that_differ
@@ -56,7 +61,7 @@ _log = logging.getLogger("npu_device")
 
 
 class Replica(ReplicaState):
-    """One model on this rank: Keras calls its functions (``function``), which call its steps (``step``)."""
+    """One model on this rank. Keras calls its functions (``function``), in which Keras calls its steps (``step``)."""
 
     def __init__(self, world: World, model: Any, shard_optimizer: bool | None = None) -> None:
         super().__init__(world, model, shard_optimizer)
@@ -100,11 +105,11 @@ class Replica(ReplicaState):
 
     def _fit(self, own_fit: Callable) -> Callable:
         def fit(*args: Any, **kwargs: Any) -> Any:
-            arguments = self._arguments(self.train, own_fit, args, kwargs)
-            shared_data.split(arguments)
+            arguments = self._prepared(self.train, own_fit, args, kwargs)
+            shared_data.split_validation(arguments)
             # Keras calls ``evaluate`` itself, with other objects than the user has passed.
             self.test.source = arguments.get("validation_data")
-            self._set_data(arguments, "validation_data")
+            self._replace_own_data(arguments, "validation_data")
             are_shared = shared_data.pass_as_tensors(self.world, self.model, arguments)
             passed = arguments.get("callbacks")
             callbacks = callbacks_of_rank(self.world, self.model, passed, self._compare_batches)
@@ -128,10 +133,10 @@ class Replica(ReplicaState):
                 # Dropped, so that the data can be freed before the model.
                 self.train.source = None
                 self.test.source = None
-            # The first call hasn't come, since no epoch was left to train.
+            # Keras hasn't called the train function, since no epoch was left to train.
             if self.train.is_first_call:
-                start.build_as_elsewhere(self.world, self.model)
-                start.synchronise(self.world, self.model, training=True)
+                start.build_optimizer_as_elsewhere(self.world, self.model)
+                start.set_variables_from_root(self.world, self.model, training=True)
             variables = training_state.common(self.model, training_state.weights(self.model))
             variables += training_state.loose_variables(self.model)
             # The comparison waits for rank 0, and so for the files that rank 0 writes.
@@ -148,13 +153,13 @@ class Replica(ReplicaState):
                 if not self.world.is_main:
                     arguments.set("verbose", 0)
                 return arguments.call()
-            source = function.source
-            arguments = self._arguments(function, own_method, args, kwargs)
+            source_of_fit = function.source
+            arguments = self._prepared(function, own_method, args, kwargs)
             passed = arguments.get("callbacks")
             if passed is not None:
                 arguments.set("callbacks", without_writing(self.world, passed))
             if self.in_fit:
-                return self._call_in_fit(function, arguments, source)
+                return self._call_in_fit(function, arguments, source_of_fit)
             shared_data.pass_as_tensors(self.world, self.model, arguments)
             function.is_first_call = True
             try:
@@ -166,8 +171,8 @@ class Replica(ReplicaState):
 
         return call
 
-    def _call_in_fit(self, function: Function, arguments: Arguments, source: Any) -> Any:
-        """Call ``evaluate`` or ``predict`` for a callback of a ``fit``, whose validation data are in ``source``.
+    def _call_in_fit(self, function: Function, arguments: Arguments, source_of_fit: Any) -> Any:
+        """Call ``evaluate`` or ``predict`` for a callback of a ``fit``, to whose own source ``function`` returns.
 
         The ``fit`` compares the batches itself, at the end of an epoch.
         """
@@ -182,19 +187,20 @@ class Replica(ReplicaState):
             if has_own_data:
                 self._compare_batches()
         finally:
-            function.source = source
+            function.source = source_of_fit
             if function is self.test:
                 # The first batches of the validation data are still to be compared.
                 function.is_first_call, function.has_own_data = before
         return returned
 
-    def _arguments(
+    def _prepared(
         self, function: Function, own_method: Callable, args: Any, kwargs: Any
     ) -> Arguments:
+        """Return the arguments of a call on this rank, whose data ``function`` is going to compare among the ranks."""
         arguments = Arguments(self.model, own_method, args, kwargs)
         function.source = arguments.get("x")
         if function is not self.predict:
-            self._set_data(arguments, "x")
+            self._replace_own_data(arguments, "x")
         elif isinstance(function.source, OwnData):
             raise TypeError(
                 "predict gives the results of the whole data, in their order, and takes them whole; found data of "
@@ -204,7 +210,7 @@ class Replica(ReplicaState):
             arguments.set("verbose", 0)
         return arguments
 
-    def _set_data(self, arguments: Arguments, name: str) -> None:
+    def _replace_own_data(self, arguments: Arguments, name: str) -> None:
         """Replace data of which each rank has its own part by what Keras takes."""
         source = arguments.get(name)
         sequence = compat.keras_of(self.model).utils.Sequence
@@ -213,7 +219,7 @@ class Replica(ReplicaState):
         elif isinstance(source, OwnData):
             arguments.set(name, with_equal_length(self.world, source))
         elif isinstance(source, sequence) and callable(getattr(source, "rows", None)):
-            arguments.set(name, rows_of_rank(self.world, self.model, source))
+            arguments.set(name, sequence_of_rank(self.world, self.model, source))
 
     def _compare_batches(self) -> None:
         """Compare what the ranks' steps were given since the last comparison."""
@@ -378,16 +384,17 @@ def _listed(callbacks: Any) -> Sequence:
     return [callbacks]
 
 
-def silent(world: World, callbacks: Any) -> Replaced:
-    """Let only rank 0 print what Keras's callbacks decide, until what is returned closes."""
-    silenced = Replaced()
-    # All ranks decide alike, so that it is enough if one of them warns.
-    if not world.is_main:
-        for callback in _listed(callbacks):
-            if _is_one_of(_SPEAK, callback):
-                silenced.keep(callback, "verbose")
-                callback.verbose = 0
-    return silenced
+@contextlib.contextmanager
+def silent(world: World, callbacks: Any) -> Iterator[None]:
+    """Let only rank 0 print what Keras's callbacks decide in the block."""
+    with Replaced() as silenced:
+        # All ranks decide alike, so that it is enough if one of them warns.
+        if not world.is_main:
+            for callback in _listed(callbacks):
+                if _is_one_of(_SPEAK, callback):
+                    silenced.keep(callback, "verbose")
+                    callback.verbose = 0
+        yield
 
 
 def _is_one_of(names: Sequence[str], callback: Any) -> bool:

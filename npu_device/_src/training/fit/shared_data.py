@@ -27,7 +27,7 @@ class _Arguments(Protocol):
     def set(self, name: str, argument: Any) -> None: ...
 
 
-def split(arguments: _Arguments) -> None:
+def split_validation(arguments: _Arguments) -> None:
     """Do what ``validation_split`` asks for, as Keras does it, if there are shared arrays: Keras would copy a part."""
     fraction = arguments.get("validation_split")
     data = [arguments.get(name) for name in _DATA[:3]]

@@ -27,7 +27,7 @@ _DIGITS = "0123456789"
 _USES = {"train": "training", "test": "validation", "predict": "prediction"}
 
 
-def same_everywhere(world: World, source: Any, checksum: int, rows: int) -> bool:
+def first_batches_are_same(world: World, source: Any, checksum: int, rows: int) -> bool:
     """Compare first batches; return False, with a warning, if only the random order differs, or raise ValueError."""
     first_batches = world.objects((checksum, rows), "first batch")
     if len({checksum for checksum, _ in first_batches}) == 1:
@@ -110,7 +110,7 @@ def require_same_mark(world: World, mark: int) -> None:
         )
 
 
-def warn_if_all_the_same(world: World, checksum: int) -> None:
+def warn_of_same_batches(world: World, checksum: int) -> None:
     """Warn when ranks that should each read their own part read the same first batch."""
     checksums = world.objects(checksum, "first batch of divided data")
     ranks = [rank for rank, checksum in enumerate(checksums) if checksums.count(checksum) > 1]
@@ -182,7 +182,7 @@ def _without_seeds(graph: Any) -> Any:
 
 
 _LOOKS = (20, 200, 2000)  # calls of the train function before the waits are timed
-_CALLS = 5  # calls that are timed in a row: one that fills a buffer doesn't count
+_TIMED_CALLS = 5  # calls that are timed in a row: one that fills a buffer doesn't count
 _SHARE = 0.25  # the fraction of a step that is worth a warning
 
 _WHOLE = (
@@ -233,14 +233,14 @@ class InputWait:
 
     def __init__(self) -> None:
         self.is_over = False  # True when no look is left, or the warning was given
-        self._calls = 0
+        self._call_count = 0
         self._looks = list(_LOOKS)
         self._times: list[tuple[float, float]] = []  # seconds of the wait, and of the call with it
 
     def call(self, function: Callable[[Any], Any], batches: Any, steps: int, own_data: bool) -> Any:
         """Call Keras's train function; ``own_data`` if each rank prepares its own samples only."""
-        self._calls += 1
-        if self._calls <= self._looks[0]:
+        self._call_count += 1
+        if self._call_count <= self._looks[0]:
             return function(batches)
         begin = time.perf_counter()
         pulled = pull(batches, steps)
@@ -253,7 +253,7 @@ class InputWait:
             # Read, since a GPU may still work on it.
             leaf.numpy()
         self._times.append((wait, time.perf_counter() - begin))
-        if len(self._times) == _CALLS:
+        if len(self._times) == _TIMED_CALLS:
             self._judge(steps, own_data)
         return logs
 

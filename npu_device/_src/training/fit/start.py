@@ -66,14 +66,14 @@ def build(
     mode: str,
     own_step: Callable[[Any], Any],
     spec: Any,
-    divide: Callable[[Any], Any] = lambda batch: batch,
+    own_part: Callable[[Any], Any] = lambda batch: batch,
 ) -> None:
-    """Trace a step, of Keras or the user, on what ``divide`` returns of a batch, to make all variables it needs."""
+    """Trace a step, of Keras or the user, on what ``own_part`` returns of a batch, to make all variables it needs."""
     is_training = mode == "train"
     # A user's step may create anything, so that only tracing it tells; metrics of an eager one come later, too.
     makes_anything = is_training or (mode == "test" and not model.run_eagerly)
     if makes_anything and not compat.belongs_to_keras(own_step):
-        _trace(model, own_step, spec, divide)
+        _trace(model, own_step, spec, own_part)
         return
     is_built = compat.is_built(model)
     if mode == "predict":
@@ -83,25 +83,27 @@ def build(
         # Only the forward pass is traced: the backward pass makes no variables, and costs most.
         if is_training:
             forward = partial(compat.run_training_forward_pass, model)
-        _trace(model, forward, spec, divide)
+        _trace(model, forward, spec, own_part)
     if is_training:
         training_state.build_optimizer(model)
 
 
-def _trace(model: Any, step: Callable[[Any], Any], spec: Any, divide: Callable[[Any], Any]) -> None:
-    share = compat.do_not_convert(lambda batch: divide(without_optional(batch)))
-    training_state.trace_step(model, lambda batch: step(share(batch)), spec)
+def _trace(
+    model: Any, step: Callable[[Any], Any], spec: Any, own_part: Callable[[Any], Any]
+) -> None:
+    cut = compat.do_not_convert(lambda batch: own_part(without_optional(batch)))
+    training_state.trace_step(model, lambda batch: step(cut(batch)), spec)
 
 
-def build_as_elsewhere(world: World, model: Any) -> None:
+def build_optimizer_as_elsewhere(world: World, model: Any) -> None:
     """Build the model's optimizer where only other ranks have its state: rank 0's ``BackupAndRestore`` reads it."""
     count = len(training_state.optimizer_state(model))
     if len(set(world.objects(count, "state of optimizers"))) > 1:
         training_state.build_optimizer(model)
 
 
-def synchronise(world: World, model: Any, training: bool, root_rank: int = 0) -> None:
-    """Send the model variables of the root to every rank, and those of its optimizers if it trains."""
+def set_variables_from_root(world: World, model: Any, training: bool, root_rank: int = 0) -> None:
+    """Set the variables of the model on all ranks to those of the root, and of its optimizers if it trains."""
     # An eager model's layers may keep tensors of their last call, which are of the rank's share.
     constants = not getattr(model, "run_eagerly", False)
     require_same_state(world, compat.all_layers(model), constants)

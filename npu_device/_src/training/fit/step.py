@@ -4,6 +4,12 @@ reduces the gradients inside), the increments of metrics and moving averages sum
 ``train_or_test_step`` and ``predict_step`` below are the road. They stand in for the model's own steps; the rest of the
 file is what they call, in that order. How losses, metrics, layers and optimizers take part is in ``losses``,
 ``metrics``, ``distribute.normalization`` and ``weighting``.
+
+Three objects go by the name of a step:
+
+- ``StepContext``: the settings of all steps of a model that train, or test, or predict; it is their ``Function``
+- ``Step``: one of them while it runs or is traced; replaces methods until it ends
+- ``CurrentStep``: what losses, metrics, optimizers and calls of the script see of it
 """
 
 from __future__ import annotations
@@ -60,11 +66,11 @@ def train_or_test_step(context: StepContext) -> Callable[[Any], Any]:
         if current_step() is not None:
             return own_step(data)
         batch = _batch_to_use(context, data)
-        share = divide(context.world, batch)
-        with _step_on(context, share) as step_on_share:
-            # The optimizers in the step reduce the gradients.
+        share = share_of_rank(context.world, batch)
+        with Step(context, share) as running_step:
+            # The optimizers in the step reduce the gradients: ``weighting``.
             logs = own_step(share.data)
-        return step_on_share.results_of_all(logs)
+        return running_step.results_of_all(logs)
 
     return step
 
@@ -76,7 +82,8 @@ def predict_step(context: StepContext) -> Callable[[Any], Any]:
     @functools.wraps(own_step)
     def step(data: Any) -> Any:
         batch = _batch_to_use(context, data)
-        share = divide(context.world, batch)
+        share = share_of_rank(context.world, batch)
+        # No ``Step``: without losses and metrics, no method has to be replaced.
         with running(_current_step(context, share)):
             own_outputs = own_step(share.data)
         outputs = predictions.of_all_ranks(context, batch, share, own_outputs)
@@ -113,19 +120,13 @@ def _batch_to_use(context: StepContext, batch: Any) -> Any:
 
 
 @compat.do_not_convert
-def divide(world: World, batch: Any) -> Share:
-    """Return the share of this rank in a batch, which may be tagged."""
+def share_of_rank(world: World, batch: Any) -> Share:
+    """Return the share of this rank in a batch: a run of its units, or all of a batch of its own (``divided``)."""
     if is_tagged(batch):
         rows = tf.cast(count_of(batch), tf.int32)
         return Share(content(batch), rows, world.sum_over_ranks(rows))
     division = environment.NPU_DEVICE_DIVISION.get()
     return share_of_batch(batch, world.rank, world.size, division)
-
-
-@compat.do_not_convert
-def _step_on(context: StepContext, share: Share) -> Step:
-    """Return the context of one step, made without AutoGraph."""
-    return Step(context, share)
 
 
 @compat.do_not_convert
@@ -136,44 +137,46 @@ def _current_step(context: StepContext, share: Share) -> CurrentStep:
 class Step:
     """One step while it is running or being traced: a context in which the model works on the share of this rank."""
 
+    _metrics: Metrics
+    _replaced: Replaced  # gives back what the step has replaced
+
     def __init__(self, context: StepContext, share: Share) -> None:
-        objects = context.objects
         self._context = context
         self._world = context.world
-        current = _current_step(context, share)
-        self._current = current
-        self._replaced = Replaced()
-        self._metrics = Metrics(objects, current, self._replaced)
-        # Only replaces methods of losses and layers, so that nothing has to refer to it.
-        Losses(context.model, objects, current, self._replaced)
-        if xla.compiles_call(context.model):
-            xla.compile_call(context.model, self._replaced)
+        self._current = _current_step(context, share)
         self._random_numbers: Optional[RandomNumbers] = None
-        self._increments = Increments(self._world.sum_over_ranks)
+        self._increments = Increments(context.world.sum_over_ranks)
+
+    @compat.do_not_convert
+    def __enter__(self) -> Step:
+        # Gives the methods back after an error midway, too.
+        with Replaced() as replaced:
+            self._replace_methods(replaced)
+            replaced.enter_context(running(self._current))
+            # Computed in this graph, before a branch or a function of the step needs them.
+            _ = self._current.fraction, self._current.sum_factor
+            draws_its_own = environment.NPU_DEVICE_STEP_RANDOM.get() != "same"
+            if self._context.mode == "train" and draws_its_own:
+                generators = self._context.objects.generators
+                self._random_numbers = RandomNumbers(self._world, generators, replaced)
+            self._replaced = replaced.pop_all()
+        return self
+
+    def _replace_methods(self, replaced: Replaced) -> None:
+        """Let parts of the model take part in the step, and note the variables whose increments are summed after it."""
+        model = self._context.model
+        objects = self._context.objects
+        current = self._current
+        self._metrics = Metrics(objects, current, replaced, self._reduce_increments)
+        # Only replaces methods of losses and layers, so that nothing has to refer to it.
+        Losses(model, objects, current, replaced)
+        if xla.compiles_call(model):
+            xla.compile_call(model, replaced)
         # Metrics move by the sum of the ranks' increments, moving averages by their mean.
         self._increments.add(self._metrics.additive_variables(), current.sum_factor)
-        if context.mode == "train":
-            self._synchronize(objects.layers)
+        if self._context.mode == "train":
+            _synchronize_layers(objects.layers, replaced)
             self._increments.add(objects.statistics, current.fraction)
-        self._metrics.add_increments = self._reduce_increments
-
-    def _synchronize(self, layers: Sequence) -> None:
-        """Let synchronized layers compute mean and variance of the samples of all ranks."""
-        for layer in layers:
-            name = compat.moments_method(layer)
-            if getattr(layer, "synchronized", False) and hasattr(layer, name):
-                moments = functools.partial(moments_of_all_ranks, layer, WORLD_GROUP)
-                self._replaced.replace(layer, name, moments)
-
-    def __enter__(self) -> Step:
-        self._replaced.enter_context(running(self._current))
-        # Computed in this graph, before a branch or a function of the step needs them.
-        _ = self._current.fraction, self._current.sum_factor
-        draws_its_own = environment.NPU_DEVICE_STEP_RANDOM.get() != "same"
-        if self._context.mode == "train" and draws_its_own:
-            generators = self._context.objects.generators
-            self._random_numbers = RandomNumbers(self._world, generators, self._replaced)
-        return self
 
     def __exit__(self, error_class: Any, error: Any, traceback: Any) -> None:
         self._replaced.close()
@@ -185,13 +188,13 @@ class Step:
         """Give metrics and statistics the values of all ranks, and return the logs with those."""
         self._reduce_increments()
         leaves = tf.nest.flatten(logs)
-        of_all_ranks, not_computable = self._metrics.results_again(leaves)
+        metric_results, not_computable = self._metrics.results_again(leaves)
         if not_computable and self._world.is_main:
             self._warn_of_computed_logs(logs, not_computable)
         numbers = list(map(_float_as_tensor, leaves))
-        # By position; sent together, since each contribution is a single number.
+        # Of logs that come from no metric, by position; sent together, since each contribution is a single number.
         contributions: dict[int, tf.Tensor] = {}
-        for position, result in enumerate(of_all_ranks):
+        for position, result in enumerate(metric_results):
             factor = self._factor_of_log(numbers[position])
             if result is not None:
                 numbers[position] = result
@@ -232,6 +235,15 @@ class Step:
             names = [repr(name) for name, leaf in logs.items() if id(leaf) in ids]
         class_name = type(self._context.model).__name__
         _log.warning(_COMPUTED_LOGS_WARNING, class_name, ", ".join(names) or "logs")
+
+
+def _synchronize_layers(layers: Sequence, replaced: Replaced) -> None:
+    """Let synchronized layers compute mean and variance of the samples of all ranks."""
+    for layer in layers:
+        name = compat.moments_method(layer)
+        if getattr(layer, "synchronized", False) and hasattr(layer, name):
+            moments = functools.partial(moments_of_all_ranks, layer, WORLD_GROUP)
+            replaced.replace(layer, name, moments)
 
 
 def _float_as_tensor(leaf: Any) -> Any:

@@ -63,8 +63,8 @@ def set_sums(context: StepContext, sums_of_ranks: Sequence[IsSum]) -> None:
     numbers = dict(ChainMap(*sums_of_ranks))
     reducers = _reducers(context)
     adding = {reducer for name, reducer in reducers.items() if numbers.get(name)}
-    are_all = bool(adding) and adding == set(reducers.values())
-    context.sums = Sums(numbers, adding, are_all)
+    has_all_reducers = bool(adding) and adding == set(reducers.values())
+    context.sums = Sums(numbers, adding, has_all_reducers)
 
 
 def _reducers(context: StepContext) -> dict[str, Any]:

@@ -55,10 +55,10 @@ class WeightedReducer(GradientReducer):
         # A custom step has reduced them already, or all that they are made of.
         if reduced_by_step(gradients):
             return gradients
-        contributions = self.weighted_contributions(gradients, step, optimizer)
+        contributions = self.weighted_once(gradients, step, optimizer)
         # Unlike the base class, this keeps no pair for ``same_samples``: ``fit`` compares the batches themselves.
         reduced = self.over_ranks(optimizer, "sum", contributions, owners)
-        self.remember(reduced)
+        self.mark_reduced(reduced)
         return reduced
 
     def contributions(self, optimizer: Any, gradients: Sequence[Gradient]) -> list[Gradient]:
@@ -67,14 +67,13 @@ class WeightedReducer(GradientReducer):
             return super().contributions(optimizer, gradients)
         if reduced_by_step(gradients):
             return list(gradients)
-        return self.weighted_contributions(gradients, step, optimizer)
+        return self.weighted_once(gradients, step, optimizer)
 
-    def factor_in(self, step: CurrentStep, optimizer: Any) -> Any:
-        """Return the factor of this rank's gradients in a sum over the ranks, or in a mean of accumulated ones.
-
-        That is ``factor_for``, times the number of ranks for a mean.
-        """
-        factor = step.factor_for(self)
+    def gradient_factor(self, step: CurrentStep, optimizer: Any) -> Any:
+        """Return the factor of this rank's gradients, or of their loss, in the reduction: see ``CurrentStep``."""
+        factor = step.fraction
+        if self in step.sums.reducers:
+            factor = step.sum_factor
         # Accumulated gradients are reduced by a mean (``_reduced_or_accumulated``). The first-step check takes each
         # step's gradients.
         is_mean = self.accumulates(optimizer) and not step.is_dry_run
@@ -82,16 +81,16 @@ class WeightedReducer(GradientReducer):
             return factor * self.world.size
         return factor
 
-    def weighted_contributions(
+    def weighted_once(
         self, gradients: Sequence[Gradient], step: CurrentStep, optimizer: Any
     ) -> list[Gradient]:
-        """Return what this rank contributes to the sum of the gradients of all ranks."""
+        """Return this rank's gradients times its factor, unless their loss has been multiplied by it."""
         is_weighted = self in step.with_weighted_loss
         # A later call in the step may bring gradients of a loss that wasn't multiplied.
         step.with_weighted_loss.discard(self)
         if is_weighted:
             return list(gradients)
-        factor = self.factor_in(step, optimizer)
+        factor = self.gradient_factor(step, optimizer)
         return [weighted(gradient, factor) for gradient in gradients]
 
 
@@ -143,7 +142,7 @@ def _weighted_loss(optimizer: Any, loss: Any) -> Any:
         return loss
     # Noted, so that its gradients aren't multiplied once more.
     step.with_weighted_loss.add(reducer)
-    return loss * tf.cast(reducer.factor_in(step, optimizer), loss.dtype)
+    return loss * tf.cast(reducer.gradient_factor(step, optimizer), loss.dtype)
 
 
 @compat.do_not_convert

@@ -47,7 +47,7 @@ def turn_off(model: Any, addition: str = "") -> None:
         )
 
 
-def leave_call(model: Any) -> None:
+def compile_call_only(model: Any) -> None:
     """Let XLA compile the call of a replicated model instead of its step; if that can't be done, see ``turn_off``."""
     if getattr(model, "jit_compile", False):
         reason = _why_not(model)

@@ -211,47 +211,7 @@ class GradientReducer:
         if self._has_compared and make_equal(self.world, states, level=level):
             self._compared.note([*new, *states])
 
-    def over_ranks(
-        self, optimizer: Any, reduction: str, gradients: Sequence[Gradient], owners: Owners = None
-    ) -> list[Gradient]:
-        """Return the sum, mean or the like of gradients over the ranks; see ``reduce_list``."""
-        note_reduced(self.world, gradients)
-        # Asked at each reduction, since a script may set clipnorm later.
-        adds_rows = compat.adds_up_rows_first(optimizer)
-        options = replace(self.options, reduction=reduction, adds_rows=adds_rows)
-        return self.world.reduce(gradients, options, owners)
-
-    def reduce(
-        self, optimizer: Any, gradients: Iterable[Gradient], owners: Owners = None
-    ) -> list[Gradient]:
-        """Return the gradients reduced over the ranks, ``None`` where ``None`` was."""
-        gradients = list(gradients)
-        reduction = self.options.reduction
-        reduced = self.over_ranks(optimizer, reduction, gradients, owners)
-        # Ranks of a group don't compare, as others may train something else.
-        if self.world.group.name == WORLD_GROUP:
-            self._pair = pair_of(gradients, reduced, reduction, self.world.size)
-        self.remember(reduced)
-        return reduced
-
-    def remember(self, reduced: Iterable[Gradient]) -> None:
-        """Take gradients for reduced, however often they come."""
-        # Marked on the tensors, since a reference to them would keep them.
-        for source in map(origin_of, dense_tensors(reduced)):
-            setattr(source, _REDUCED_BY, id(self))
-
-    def reduce_once(
-        self, optimizer: Any, gradients: Sequence[Gradient], owners: Owners = None
-    ) -> list[Gradient]:
-        """Reduce gradients, but pass through those that ``reduce`` has just returned or that are being applied."""
-        # Keras 3's ``apply_gradients`` calls ``apply``, which comes here once more.
-        if self._applying is not None:
-            return list(gradients)
-        # A loss-scale optimizer reduces them first, and has its inner optimizer apply them later, if they are finite.
-        origins = list(map(origin_of, dense_tensors(gradients)))
-        if origins and all(getattr(source, _REDUCED_BY, None) == id(self) for source in origins):
-            return list(gradients)
-        return self.reduce(optimizer, gradients, owners)
+    # The road of gradients, from what the script or Keras calls down to the reduction: callers come before callees.
 
     def apply(
         self, optimizer: Any, apply_by_class: Callable, gradients: list, variables: list
@@ -270,6 +230,12 @@ class GradientReducer:
             ready = self._reduced_or_accumulated(optimizer, gradients, variables)
             return self.apply_ready(optimizer, apply_by_class, ready, variables)
 
+    def _iteration(self, optimizer: Any) -> contextlib.AbstractContextManager[None]:
+        # Accumulated gradients are reduced in a branch of the graph, which is the iteration then.
+        if self.accumulates(optimizer):
+            return contextlib.nullcontext()
+        return iteration()
+
     def apply_ready(self, optimizer: Any, apply_by_class: Callable, *ready: Any) -> Any:
         """Call a method of an optimizer with gradients that need no reduction, and the like."""
         # Restored, since calls nest: a loss-scale optimizer applies through its inner one.
@@ -280,6 +246,102 @@ class GradientReducer:
             return apply_by_class(*ready)
         finally:
             self._applying = outer
+
+    def _reduced_or_accumulated(
+        self, optimizer: Any, gradients: list, variables: list, owners: Owners = None
+    ) -> list[Gradient]:
+        """Return what Keras is to apply: reduced gradients, or those that it accumulates on this rank."""
+        if not self.accumulates(optimizer):
+            return self._reduced_and_audited(optimizer, gradients, variables, owners)
+        ready = gradients
+        if reducing_optimizer(optimizer) is not optimizer:
+            ready = self._all_finite_or_none(gradients)
+        elif self._applying is not optimizer and not only_building.is_on:
+            compat.build_optimizer(optimizer, variables)
+            ready = accumulate(
+                self.world,
+                optimizer,
+                self.contributions(optimizer, gradients),
+                variables,
+                functools.partial(self.over_ranks, optimizer, "mean"),
+                self._waits_for_update,
+                owners,
+            )
+        note_accumulators(self.world, reducing_optimizer(optimizer))
+        self._audit_variables(optimizer, ready, variables)
+        return ready
+
+    def _reduced_and_audited(
+        self, optimizer: Any, gradients: list, variables: list, owners: Owners = None
+    ) -> list[Gradient]:
+        """Return the reduced gradients, which are checked on request, and audit the variables if it is time."""
+        reduced = self.reduce_once(optimizer, gradients, owners)
+        self._audit_variables(optimizer, gradients, variables)
+        as_they_are = all(map(operator.is_, gradients, reduced))
+        is_off = environment.NPU_DEVICE_CHECK_GRADIENTS.get() != "on" or hasattr(
+            optimizer, "inner_optimizer"
+        )
+        if as_they_are or is_off or not can_compare():
+            return reduced
+        steps = compat.steps_made(optimizer)
+        return checked(self.world, steps, gradients, reduced, variables)
+
+    def reduce_once(
+        self, optimizer: Any, gradients: Sequence[Gradient], owners: Owners = None
+    ) -> list[Gradient]:
+        """Reduce gradients, but pass through those that ``reduce`` has just returned or that are being applied."""
+        # Keras 3's ``apply_gradients`` calls ``apply``, which comes here once more.
+        if self._applying is not None:
+            return list(gradients)
+        # A loss-scale optimizer reduces them first, and has its inner optimizer apply them later, if they are finite.
+        origins = list(map(origin_of, dense_tensors(gradients)))
+        if origins and all(getattr(source, _REDUCED_BY, None) == id(self) for source in origins):
+            return list(gradients)
+        return self.reduce(optimizer, gradients, owners)
+
+    def reduce(
+        self, optimizer: Any, gradients: Iterable[Gradient], owners: Owners = None
+    ) -> list[Gradient]:
+        """Return the gradients reduced over the ranks, ``None`` where ``None`` was."""
+        gradients = list(gradients)
+        reduction = self.options.reduction
+        reduced = self.over_ranks(optimizer, reduction, gradients, owners)
+        # Ranks of a group don't compare, as others may train something else.
+        if self.world.group.name == WORLD_GROUP:
+            self._pair = pair_of(gradients, reduced, reduction, self.world.size)
+        self.mark_reduced(reduced)
+        return reduced
+
+    def over_ranks(
+        self, optimizer: Any, reduction: str, gradients: Sequence[Gradient], owners: Owners = None
+    ) -> list[Gradient]:
+        """Return the sum, mean or the like of gradients over the ranks; see ``reduce_list``."""
+        note_reduced(self.world, gradients)
+        # Asked at each reduction, since a script may set clipnorm later.
+        adds_rows = compat.adds_up_rows_first(optimizer)
+        options = replace(self.options, reduction=reduction, adds_rows=adds_rows)
+        return self.world.reduce(gradients, options, owners)
+
+    def mark_reduced(self, reduced: Iterable[Gradient]) -> None:
+        """Mark gradients as reduced: ``reduce_once`` passes them through, however often they come."""
+        # Marked on the tensors, since a reference to them would keep them.
+        for source in map(origin_of, dense_tensors(reduced)):
+            setattr(source, _REDUCED_BY, id(self))
+
+    def _audit_variables(self, optimizer: Any, gradients: Sequence, variables: Sequence) -> None:
+        """Audit the variables if it is time."""
+        # Only the outermost call is a step.
+        if self._applying is not None or not can_compare():
+            return
+        self._audit = self._audit or Audit(self.world, not self._has_compared)
+        updated = []
+        for gradient, variable in zip(gradients, variables):
+            if gradient is not None:
+                updated.append(variable)
+        self._audit.step(updated, optimizer, self._pair)
+        self._pair = None
+
+    # Divided updates, and loss-scale optimizers around them
 
     def _divided(
         self,
@@ -303,12 +365,6 @@ class GradientReducer:
         reduce = functools.partial(self._reduced_or_accumulated, optimizer, gradients, variables)
         with self._iteration(optimizer):
             return update.apply(apply_ready, gradients, variables, reduce, changes_variables)
-
-    def _iteration(self, optimizer: Any) -> contextlib.AbstractContextManager[None]:
-        # Accumulated gradients are reduced in a branch of the graph, which is the iteration then.
-        if self.accumulates(optimizer):
-            return contextlib.nullcontext()
-        return iteration()
 
     def begin_divided(self, optimizer: Any, variables: list) -> None:
         """Build an optimizer whose updates are divided, and make it equal on all ranks before the first step."""
@@ -360,8 +416,10 @@ class GradientReducer:
         if not self.is_scaled:
             return None
         ready, _ = self.reduced_for_scale(optimizer, gradients, variables, audited=False)
-        self.remember(ready)
+        self.mark_reduced(ready)
         return ready
+
+    # Accumulation, and gradients that may not be finite
 
     def accumulates(self, optimizer: Any) -> bool:
         """Return whether this rank accumulates the gradients of several steps, and the sum is reduced by a mean."""
@@ -377,42 +435,6 @@ class GradientReducer:
             and self.options.reduction in ("sum", "mean")
         )
 
-    def agree(self, finite: tf.Tensor) -> tf.Tensor:
-        """Return whether the gradients of all ranks are finite, given whether those of this one are: bool, shape []."""
-        flag = tf.cast(finite, tf.int32)
-        least = all_reduce(self.world.job, flag, "min", self.world.group)
-        return tf.cast(least, tf.bool)
-
-    def _reduced_or_accumulated(
-        self, optimizer: Any, gradients: list, variables: list, owners: Owners = None
-    ) -> list[Gradient]:
-        """Return what Keras is to apply: reduced gradients, or those that it accumulates on this rank."""
-        if not self.accumulates(optimizer):
-            return self._reduced_and_audited(optimizer, gradients, variables, owners)
-        ready = gradients
-        if reducing_optimizer(optimizer) is not optimizer:
-            ready = self._all_finite_or_none(gradients)
-        elif self._applying is not optimizer and not only_building.is_on:
-            compat.build_optimizer(optimizer, variables)
-            ready = accumulate(
-                self.world,
-                optimizer,
-                self.contributions(optimizer, gradients),
-                variables,
-                functools.partial(self.over_ranks, optimizer, "mean"),
-                self._waits_for_update,
-                owners,
-            )
-        note_accumulators(self.world, reducing_optimizer(optimizer))
-        self._audit_variables(optimizer, ready, variables)
-        return ready
-
-    def _all_finite_or_none(self, gradients: list) -> list:
-        """Return gradients for a loss-scale optimizer: if those of a rank aren't finite, one isn't on any rank."""
-        if self._applying is not None or all(gradient is None for gradient in gradients):
-            return gradients
-        return with_nan_unless(self.agree(all_finite(gradients)), gradients)
-
     @property
     def factor_for_mean(self) -> int:
         """Return the factor of this rank's gradients by which a mean over the ranks is what is asked for."""
@@ -426,33 +448,17 @@ class GradientReducer:
             return list(gradients)
         return [weighted(gradient, self.factor_for_mean) for gradient in gradients]
 
-    def _audit_variables(self, optimizer: Any, gradients: Sequence, variables: Sequence) -> None:
-        """Audit the variables if it is time."""
-        # Only the outermost call is a step.
-        if self._applying is not None or not can_compare():
-            return
-        self._audit = self._audit or Audit(self.world, not self._has_compared)
-        updated = []
-        for gradient, variable in zip(gradients, variables):
-            if gradient is not None:
-                updated.append(variable)
-        self._audit.step(updated, optimizer, self._pair)
-        self._pair = None
+    def agree(self, finite: tf.Tensor) -> tf.Tensor:
+        """Return whether the gradients of all ranks are finite, given whether those of this one are: bool, shape []."""
+        flag = tf.cast(finite, tf.int32)
+        least = all_reduce(self.world.job, flag, "min", self.world.group)
+        return tf.cast(least, tf.bool)
 
-    def _reduced_and_audited(
-        self, optimizer: Any, gradients: list, variables: list, owners: Owners = None
-    ) -> list[Gradient]:
-        """Return the reduced gradients, which are checked on request, and audit the variables if it is time."""
-        reduced = self.reduce_once(optimizer, gradients, owners)
-        self._audit_variables(optimizer, gradients, variables)
-        as_they_are = all(map(operator.is_, gradients, reduced))
-        is_off = environment.NPU_DEVICE_CHECK_GRADIENTS.get() != "on" or hasattr(
-            optimizer, "inner_optimizer"
-        )
-        if as_they_are or is_off or not can_compare():
-            return reduced
-        steps = compat.steps_made(optimizer)
-        return checked(self.world, steps, gradients, reduced, variables)
+    def _all_finite_or_none(self, gradients: list) -> list:
+        """Return gradients for a loss-scale optimizer: if those of a rank aren't finite, one isn't on any rank."""
+        if self._applying is not None or all(gradient is None for gradient in gradients):
+            return gradients
+        return with_nan_unless(self.agree(all_finite(gradients)), gradients)
 
 
 def _is_requested(argument: bool | None) -> bool:

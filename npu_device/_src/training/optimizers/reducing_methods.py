@@ -112,7 +112,7 @@ def _aggregate_gradients(self: Any, grads_and_vars: Any) -> Any:
     else:
         pairs = list(aggregate(self, pairs))
     # In eager steps TensorFlow's strategy has copied the gradients, so that the copies are noted, too.
-    reducer.remember(gradient for gradient, _ in pairs)
+    reducer.mark_reduced(gradient for gradient, _ in pairs)
     return pairs
 
 

@@ -61,7 +61,7 @@ class _Noted:
     reference: weakref.ref[Any]
     name: str
     # Number of reductions before it was made equal; None if it only may be.
-    calls: int | None = None
+    reductions_before: int | None = None
 
 
 class LastWord:
@@ -72,7 +72,7 @@ class LastWord:
         self._noted_by_id: dict[int, _Noted] = {}
         # References to each optimizer and to what it trains, by the key of its first variable.
         self._optimizers: dict[str, list[weakref.ref[Any]]] = {}
-        self._calls = 0
+        self._add_count = 0
 
     def add(self, variables: Sequence, label: str = "") -> None:
         """Note what is equal on all ranks from now on. Every rank does it, in the same order, or has the same label."""
@@ -80,17 +80,17 @@ class LastWord:
             return
         noted = self._noted_by_id
         if not label:
-            self._calls += 1
+            self._add_count += 1
         for position, variable in enumerate(variables):
             # A function knows a variable of Keras by its inner one.
             inner = compat.inner_variable(variable)
             if id(inner) not in noted:
-                key = f"{label or self._calls}/{position}"
+                key = f"{label or self._add_count}/{position}"
                 noted[id(inner)] = _Noted(key, weakref.ref(inner), variable_name(variable))
                 # A variable that goes takes its note along; ids are used again. At exit, ``close`` needs the notes.
                 weakref.finalize(inner, noted.pop, id(inner), None).atexit = False
             if not label:
-                noted[id(inner)].calls = self._job.reductions
+                noted[id(inner)].reductions_before = self._job.reductions
 
     def add_if_equal(self, variables: Sequence) -> None:
         """Note variables that may be equal on all ranks now, while a function is traced."""
@@ -98,12 +98,12 @@ class LastWord:
             starts = list(map(checksum_of_pieces, map(array_of, variables)))
             self.add(variables, f"start {zlib.crc32(repr(starts).encode())}")
 
-    def calls_before(self, variable_id: int) -> int | None:
+    def reductions_before(self, variable_id: int) -> int | None:
         """Return how many reductions came before the variable of an id was made equal; None if it never was."""
         noted = self._noted_by_id.get(variable_id)
         if noted is None:
             return None
-        return noted.calls
+        return noted.reductions_before
 
     def add_optimizer(self, optimizer: Any, variables: Sequence) -> None:
         """Note that an optimizer trains variables with reduced gradients: its state is equal on all ranks, too."""

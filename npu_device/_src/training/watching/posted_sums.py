@@ -128,7 +128,9 @@ class PostedSums:
         distinct: SumsByRank,
     ) -> None:
         # Some of the variables may be meant for this rank alone, unless they were equal on all ranks.
-        equal_since = [self._last_word.calls_before(variable_id) for variable_id, _ in unreduced]
+        equal_since = [
+            self._last_word.reductions_before(variable_id) for variable_id, _ in unreduced
+        ]
         if None in equal_since or self._are_equal_otherwise(watched):
             return
         models = min(map(len, distinct))
@@ -143,9 +145,9 @@ class PostedSums:
         """Return whether what an optimizer trains may be averaged for the first time much later, as in local SGD: since
         it has been made equal, nothing was reduced. If it never is, ``last_word`` names it.
         """
-        calls = self._job.reductions
-        calls_before = map(self._last_word.calls_before, watched.trained)
-        return calls == 0 or set(calls_before) <= {calls}
+        reductions = self._job.reductions
+        reductions_before = map(self._last_word.reductions_before, watched.trained)
+        return reductions == 0 or set(reductions_before) <= {reductions}
 
 
 def _sums(watched: WatchedOptimizer, arrays: Sequence[np.ndarray]) -> Sums:
