@@ -191,6 +191,31 @@ SEEN = {
         + DATA,
         "reduce",
     ),
+    "a parameter has the name of an alias": (
+        " rng = np.random.default_rng\n call = lambda rng: rng()\n drawn = [rng() for rng in call.all]\n"
+        " def draw(*rng):\n     return rng()\n" + FIT,
+        "fit",
+    ),
+    "a lambda trains its parameter": (
+        " train = lambda model: model.fit(x, y, epochs=2)\n train(tf.keras.Model(x))\n",
+        "unknown fit",
+    ),
+    "a comprehension compiles models": (
+        ' [models[index].compile("sgd", "mse") for index in range(2)]\n' + FIT.replace("+", "#"),
+        "unknown fit",
+    ),
+    "a function passes its model on to itself": (
+        f"{VARIABLE} def make(model):\n     return make(model)\n model = make(tf.keras.Model(x))\n"
+        + STEP.replace("[w]", "model.trainable_variables")
+        + MAKE_DATA
+        + " for x, y in dataset:\n     step(x, y)\n",
+        "no broadcast",
+    ),
+    "classes derive from each other": (
+        " class Base(Derived):\n     pass\n class Derived(Base):\n     pass\n Base().fit(x)\n"
+        + FIT,
+        "fit",
+    ),
     "a layer normalizes": (
         " layer = tf.keras.layers.BatchNormalization()\n" + FIT,
         "batch normalization",
@@ -434,6 +459,10 @@ BAD = {
         "import tensorflow.compat.v1 as tf\ntrain = tf.train.AdamOptimizer(0.1).minimize(w)\n"
         "session = tf.Session()\nsession.run(tf.global_variables_initializer()); session.run(train)\n",
         "line of its own",
+    ),
+    "deep.py": (
+        "import tensorflow\nif x:\n    model.fit(x)\n" + "elif y:\n    pass\n" * 400,
+        "nested too deeply",
     ),
     "outside.py": ("import tensorflow\nmodel.compile()\nreturn\n", "a syntax error"),
     "syntax.py": ("import tensorflow\nmodel.fit(x\n", "a syntax error"),
