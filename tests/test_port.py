@@ -62,6 +62,7 @@ FRAMES = {
     "horovod": "{}",
     "other Horovod modules": "{}",
     "session: optimizer": SESSION.format(imports="") + "{}" + V1_OPEN,
+    "layers of TensorFlow 1": SESSION.format(imports="") + "{}" + V1_STEP + V1_OPEN,
     "session: broadcast": SESSION.format(imports=BROADCASTS) + V1_STEP + V1_OPEN + "{}",
     "session: hook": SESSION.format(imports=HOOKS) + V1_STEP + "{}",
     "TensorFlow 1": "{} tf.train.AdamOptimizer(0.1)\n",
@@ -701,8 +702,13 @@ def test_a_session_divides_batches_and_no_numbers(
     assert keras_two_ranks.run(body_weight, str(path)) == pytest.approx([alone] * 2, rel=1e-5)
     # It may be a rate or a batch; the last one is a number that depends on the samples.
     for value in ("schedule(epoch)", "rates[epoch]", "config.rate", "len(images[0:epoch])"):
-        _, findings = port(SESSION_SCRIPT.replace("0.1 * 0.5 ** epoch", value))
-        assert [each.rule for each in findings if each.choices] == ["no dataset"]
+        shaped = SESSION_SCRIPT.replace("0.1 * 0.5 ** epoch", value)
+        _, findings = port(shaped.replace("(tf.float32, [])", "(tf.float32)"))
+        [question] = [each for each in findings if each.choices]
+        assert question.rule == "no dataset" and "? lr may be a batch or" in question.text
+        # The shape of the placeholder tells; and what a slice of indices picks is a batch.
+        shaped = shaped.replace("[i : i + 16]", "[order]").replace("bx,", "order = all[i : j]; bx,")
+        assert f"{{x: (bx / 255.0){share}, y: by{share}, rate: lr}}" in port(shaped)[0]
     # The gradients may be applied by themselves, and have to be those that the optimizer averages.
     loss = "tf.reduce_mean((x * w - y) ** 2)"
     for gradients, rule in (
