@@ -174,8 +174,8 @@ class Redirection:
             empties = "w" in (mode or "r")
         if not writes:
             return self._to_read(path)
-        # What is lost at once needs no copy.
-        if empties and not os.path.isdir(path):
+        # What is lost at once needs no copy. What is opened may be no path, but a number or a file.
+        if empties and self._redirected(path) is not None and not os.path.isdir(path):
             return self._to_write(path)
         return self._to_change(path)
 
