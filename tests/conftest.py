@@ -15,7 +15,7 @@ import pytest
 import versions
 from mpi_ranks import MPIS, OPEN_MPI, MpiPool
 from pool import Pool
-from ranks import LEAN, all_through
+from ranks import LEAN, ROOT, all_through
 from rendezvous_ranks import start  # noqa: F401 - a fixture
 
 from npu_device._src.pools import forked
@@ -29,6 +29,9 @@ with contextlib.suppress(ImportError):  # tests that need Hypothesis are skipped
 # compile the package each.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+
+# Processes that tests start would import the installed package, which may be that of another tree.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 
 # In the background of a shell, or under nohup, a test run begins with these ignored, and so would the processes that it
 # starts.

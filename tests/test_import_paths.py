@@ -8,10 +8,14 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import public_names
 import test_docs_names
 from launcher import environment
+from pool import Pool
+
+import npu_device
 
 # Beside the star imports of npu_init, which _star_import has.
 STATEMENTS = """\
@@ -128,3 +132,24 @@ def test_each_program_runs_in_a_process_that_has_imported_nothing_of_the_package
         check=False,
     )
     assert done.stdout == "the end\n", done.stdout + done.stderr[-3000:]
+
+
+def package() -> str:
+    return npu_device.__file__
+
+
+def test_processes_that_tests_start_import_the_package_of_the_tests(
+    single: Pool, tmp_path: Path
+) -> None:
+    code = "import npu_device; print(npu_device.__file__)"
+    for variables in (None, environment()):
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=tmp_path,
+            env=variables,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stdout == f"{package()}\n"
+    assert single.run(package) == [package()]

@@ -18,7 +18,7 @@ import job
 import launcher
 import pytest
 from mpi_ranks import AS_ROOT, mpiexec
-from ranks import LEAN, clean_environment, free_port
+from ranks import PYTHONPATH, clean_environment, free_port
 
 from benchmarks import mpiexecs
 
@@ -70,7 +70,7 @@ def run(command: Sequence[str], **variables: str) -> subprocess.CompletedProcess
         command,
         env={
             **environment,
-            "PYTHONPATH": os.pathsep.join([LEAN, str(HERE.parent), *sys.path[1:]]),
+            "PYTHONPATH": os.pathsep.join([PYTHONPATH, *sys.path[1:]]),
             **variables,
         },
         capture_output=True,

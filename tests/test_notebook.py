@@ -16,7 +16,7 @@ import job
 import pytest
 from caught_messages import error_of
 from pool import Pool
-from ranks import LEAN
+from ranks import PYTHONPATH
 
 import npu_device as npu
 from npu_device._src.pools import by_value
@@ -177,7 +177,7 @@ def kernel(request: Any, tmp_path: Path, monkeypatch: Any) -> Iterator[Kernel]:
 def test_cells_run_on_ranks(kernel: Kernel, tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     pytest.importorskip("matplotlib")
-    kernel.run(f"import os; os.environ['PYTHONPATH'] = {LEAN!r}")  # for the ranks alone
+    kernel.run(f"import os; os.environ['PYTHONPATH'] = {PYTHONPATH!r}")  # for the ranks alone
     cells = nbformat.read(EXAMPLE, 4).cells
     texts = []
     for cell in cells:

@@ -62,6 +62,7 @@ FRAMES = {
     "horovod": "{}",
     "other Horovod modules": "{}",
     "session: optimizer": SESSION.format(imports="") + "{}" + V1_OPEN,
+    "layers of TensorFlow 1": SESSION.format(imports="") + "{}" + V1_STEP + V1_OPEN,
     "session: broadcast": SESSION.format(imports=BROADCASTS) + V1_STEP + V1_OPEN + "{}",
     "session: hook": SESSION.format(imports=HOOKS) + V1_STEP + "{}",
     "TensorFlow 1": "{} tf.train.AdamOptimizer(0.1)\n",
@@ -190,6 +191,31 @@ SEEN = {
         ).replace('"mean"', '"sum"')
         + DATA,
         "reduce",
+    ),
+    "a parameter has the name of an alias": (
+        " rng = np.random.default_rng\n call = lambda rng: rng()\n drawn = [rng() for rng in call.all]\n"
+        " def draw(*rng):\n     return rng()\n" + FIT,
+        "fit",
+    ),
+    "a lambda trains its parameter": (
+        " train = lambda model: model.fit(x, y, epochs=2)\n train(tf.keras.Model(x))\n",
+        "unknown fit",
+    ),
+    "a comprehension compiles models": (
+        ' [models[index].compile("sgd", "mse") for index in range(2)]\n' + FIT.replace("+", "#"),
+        "unknown fit",
+    ),
+    "a function passes its model on to itself": (
+        f"{VARIABLE} def make(model):\n     return make(model)\n model = make(tf.keras.Model(x))\n"
+        + STEP.replace("[w]", "model.trainable_variables")
+        + MAKE_DATA
+        + " for x, y in dataset:\n     step(x, y)\n",
+        "no broadcast",
+    ),
+    "classes derive from each other": (
+        " class Base(Derived):\n     pass\n class Derived(Base):\n     pass\n Base().fit(x)\n"
+        + FIT,
+        "fit",
     ),
     "a layer normalizes": (
         " layer = tf.keras.layers.BatchNormalization()\n" + FIT,
@@ -435,6 +461,10 @@ BAD = {
         "session = tf.Session()\nsession.run(tf.global_variables_initializer()); session.run(train)\n",
         "line of its own",
     ),
+    "deep.py": (
+        "import tensorflow\nif x:\n    model.fit(x)\n" + "elif y:\n    pass\n" * 400,
+        "nested too deeply",
+    ),
     "outside.py": ("import tensorflow\nmodel.compile()\nreturn\n", "a syntax error"),
     "syntax.py": ("import tensorflow\nmodel.fit(x\n", "a syntax error"),
     "old.py": ('import tensorflow\nprint "loss"\nmodel.fit(x)\n', "2to3"),
@@ -672,8 +702,13 @@ def test_a_session_divides_batches_and_no_numbers(
     assert keras_two_ranks.run(body_weight, str(path)) == pytest.approx([alone] * 2, rel=1e-5)
     # It may be a rate or a batch; the last one is a number that depends on the samples.
     for value in ("schedule(epoch)", "rates[epoch]", "config.rate", "len(images[0:epoch])"):
-        _, findings = port(SESSION_SCRIPT.replace("0.1 * 0.5 ** epoch", value))
-        assert [each.rule for each in findings if each.choices] == ["no dataset"]
+        shaped = SESSION_SCRIPT.replace("0.1 * 0.5 ** epoch", value)
+        _, findings = port(shaped.replace("(tf.float32, [])", "(tf.float32)"))
+        [question] = [each for each in findings if each.choices]
+        assert question.rule == "no dataset" and "? lr may be a batch or" in question.text
+        # The shape of the placeholder tells; and what a slice of indices picks is a batch.
+        shaped = shaped.replace("[i : i + 16]", "[order]").replace("bx,", "order = all[i : j]; bx,")
+        assert f"{{x: (bx / 255.0){share}, y: by{share}, rate: lr}}" in port(shaped)[0]
     # The gradients may be applied by themselves, and have to be those that the optimizer averages.
     loss = "tf.reduce_mean((x * w - y) ** 2)"
     for gradients, rule in (

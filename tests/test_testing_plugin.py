@@ -12,7 +12,7 @@ from pathlib import Path
 
 import launcher
 import pytest
-from ranks import LEAN
+from ranks import PYTHONPATH
 
 pytestmark = pytest.mark.xdist_group("testing")
 
@@ -96,7 +96,7 @@ def start(directory: Path, *arguments: str, **files: str) -> subprocess.Popen[st
     return subprocess.Popen(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments],
         cwd=directory,
-        env={**launcher.environment(), "PYTHONPATH": LEAN, "TMPDIR": str(temporary)},
+        env={**launcher.environment(), "PYTHONPATH": PYTHONPATH, "TMPDIR": str(temporary)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

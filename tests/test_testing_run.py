@@ -17,7 +17,7 @@ from typing import Any
 import job
 import numpy as np
 import pytest
-from ranks import LEAN
+from ranks import PYTHONPATH
 
 import npu_device as npu
 from npu_device import testing
@@ -27,7 +27,7 @@ from npu_device._src.pools.forked import ForkedProcess
 
 pytestmark = pytest.mark.xdist_group("testing")
 
-run = partial(testing.run, keras=3, environment={"PYTHONPATH": LEAN})
+run = partial(testing.run, keras=3, environment={"PYTHONPATH": PYTHONPATH})
 
 
 def place(factor: int) -> tuple[int, int, Any]:
@@ -236,7 +236,7 @@ def test_a_script_ends_with_its_ranks(tmp_path: Path) -> None:
         "job_" + "x" * 120
     )  # as batch systems name it; a socket's name has at most 107 characters
     temporary.mkdir()
-    environment = {**os.environ, "PYTHONPATH": LEAN, "TMPDIR": str(temporary)}
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "TMPDIR": str(temporary)}
     command = [sys.executable, tmp_path / "script.py"]
     ended = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=50, check=False

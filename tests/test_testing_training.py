@@ -12,7 +12,7 @@ import job
 import numpy as np
 import pytest
 import tensorflow as tf
-from ranks import LEAN
+from ranks import PYTHONPATH
 
 import npu_device as npu
 from npu_device import testing
@@ -20,7 +20,7 @@ from npu_device.testing import faults
 
 pytestmark = pytest.mark.xdist_group("testing")
 
-run = partial(testing.run, ranks=2, keras=3, environment={"PYTHONPATH": LEAN})
+run = partial(testing.run, ranks=2, keras=3, environment={"PYTHONPATH": PYTHONPATH})
 
 
 def train(steps: int = 4) -> str | None:
@@ -140,7 +140,7 @@ def test_a_training_on_ranks_is_that_of_one_process() -> None:
         random.normal(size=[24, 3]).astype(np.float32),
         random.normal(size=[24, 2]).astype(np.float32),
     )
-    equal = partial(testing.equal_to_one_process, keras=3, environment={"PYTHONPATH": LEAN})
+    equal = partial(testing.equal_to_one_process, keras=3, environment={"PYTHONPATH": PYTHONPATH})
     equal(make_model, data, ranks=[2], make_callbacks=make_callbacks)
     says = (
         "(?s)2 ranks don't train as one process does.*  loss after epoch 1: off by .*npurun verify"

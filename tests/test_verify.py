@@ -736,7 +736,7 @@ def test_what_goes_wrong_in_verify_is_no_difference(capsys: pytest.CaptureFixtur
 
 
 PATHS = """
-import bz2, io, os, shutil, sys, tarfile
+import bz2, io, os, resource, shutil, sys, tarfile
 from pathlib import Path
 from npu_device._src.verify import file_shadow
 
@@ -746,12 +746,15 @@ Path("kept", "inside.txt").write_text("old")
 Path("../many").mkdir()
 for number in range(500):
     Path("../many", str(number)).write_text("old")
+os.truncate(os.open("../large", os.O_CREAT | os.O_WRONLY), 2 << 20)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))  # a copy would fail
 files = file_shadow.Redirection(sys.argv[1])
 files.move(Path(sys.argv[1], "files"))
 files.install()
 for name in ("old.txt", "new.txt"):
     Path(name).write_text("new")
     assert Path(name).read_text() == "new" and Path(name).exists() and Path(name).stat().st_size == 3
+Path("../large").write_text("new")
 Path("bytes").write_bytes(b"new")
 with Path("added.txt").open("a") as file:
     file.write("new")
@@ -800,6 +803,45 @@ def test_files_stay_as_they_are_for_all_that_python_writes(tmp_path: Path) -> No
         "old.txt": "old",
         "kept/inside.txt": "old",
     }
+
+
+MANAGED = """
+import os, shutil
+import tensorflow as tf, npu_device as npu
+npu.open(seed=1)
+w = tf.Variable(1.0)
+optimizer = tf.keras.optimizers.SGD(0.1)
+checkpoint = tf.train.Checkpoint(w=w)
+manager = tf.train.CheckpointManager(checkpoint, "saved", max_to_keep=1)
+last = manager.latest_checkpoint
+if last is not None:
+    assert tf.train.latest_checkpoint("saved").endswith("saved/ckpt-1"), tf.train.latest_checkpoint("saved")
+    assert os.path.getsize(f"{last}.data-00000-of-00001") and tf.train.list_variables(last)
+    shutil.copytree("saved", "copy", dirs_exist_ok=True)
+    checkpoint.restore("copy/ckpt-1").assert_existing_objects_matched()
+    assert manager.restore_or_initialize() == last and w == 2.0, w
+w.assign(2.0)
+for x in (1.0, 2.0):
+    with tf.GradientTape() as tape:
+        loss = (x * w) ** 2
+    gradients = npu.distribute.all_reduce(tape.gradient(loss, [w]))
+    if last is not None:
+        optimizer.apply_gradients(zip(gradients, [w]))
+if npu.distribute.is_main():
+    print("saved", manager.save())
+"""
+
+
+def test_a_manager_restores_checkpoints_that_are_not_copied(tmp_path: Path) -> None:
+    path = script(tmp_path, MANAGED)
+    assert npurun("-n", "1", path, cwd=tmp_path).returncode == 0
+    before = {file.name: file.read_bytes() for file in (tmp_path / "saved").iterdir()}
+    assert len(before) == 3
+    done = npurun("verify", "-n", "2", "--keep", "kept", path, cwd=tmp_path, limit=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert before == {file.name: file.read_bytes() for file in (tmp_path / "saved").iterdir()}
+    copies = (tmp_path / "kept").glob(f"*/files{tmp_path}/saved/ckpt-1.data-*")
+    assert not list(copies)
 
 
 def test_changed_files_are_looked_for_among_the_first(

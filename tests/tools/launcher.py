@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -10,9 +9,8 @@ from pathlib import Path
 from textwrap import dedent
 from typing import Callable
 
-from ranks import LEAN, clean_environment
+from ranks import ROOT as ROOT, clean_environment
 
-ROOT = Path(__file__).resolve().parents[2]
 NPURUN = (sys.executable, "-m", "npu_device.launch")
 LIMIT = 30.0
 
@@ -26,7 +24,7 @@ def script(directory: Path, text: str, name: str = "script.py") -> str:
 
 def environment(**extra: str) -> dict[str, str]:
     """The environment for a launcher: this process's own, without what describes a job."""
-    return {**clean_environment(), "PYTHONPATH": f"{LEAN}{os.pathsep}{ROOT}", **extra}
+    return {**clean_environment(), **extra}
 
 
 def npurun(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from pool import Pool
-from ranks import DEAD_PROXY, LEAN, clean_environment
+from ranks import DEAD_PROXY, PYTHONPATH, clean_environment
 
 from benchmarks import mpiexecs
 
@@ -19,7 +19,6 @@ OPEN_MPI = {"OMPI_MCA_mpi_yield_when_idle": "1"}  # tells a pool that it is Open
 
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
-_ROOT = Path(__file__).parents[2]
 _LIMIT = 100.0
 
 
@@ -34,7 +33,7 @@ def mpiexec(kind: str) -> list[str]:
 
 def environment_for(command: list[str], **variables: str) -> dict[str, str]:
     """Return the environment of an ``mpiexec`` whose ranks use MPI."""
-    path = os.pathsep.join([LEAN, str(_ROOT), *sys.path])
+    path = os.pathsep.join([PYTHONPATH, *sys.path])
     of_library = mpiexecs.variables_of(next(word for word in command if word.endswith("mpiexec")))
     common = {
         **AS_ROOT,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import libcst as cst
+from libcst import matchers
 
 DEFINITIONS = (cst.FunctionDef, cst.ClassDef)
 
@@ -80,6 +81,16 @@ def parameters(function: Any) -> list[str]:
         param.name.value
         for param in (*params.posonly_params, *params.params, *params.kwonly_params)
     ]
+
+
+def binds(node: Any, name: str) -> bool:
+    """Return True for a function, a lambda or a comprehension in which a name isn't that of the scopes around."""
+    targets: list = []
+    if isinstance(node, (cst.FunctionDef, cst.Lambda)):
+        targets = [param.name for param in matchers.findall(node.params, matchers.Param())]
+    elif isinstance(node, cst.BaseComp):
+        targets = [loop.target for loop in matchers.findall(node.for_in, matchers.CompFor())]
+    return any(matchers.findall(target, matchers.Name(name)) for target in targets)
 
 
 def method(call: Any) -> str:

@@ -173,6 +173,10 @@ def _distribution(port: Port, is_horovod: bool) -> str:
 def _parsed(text: str) -> Port:
     try:
         return Port(text)
+    except RecursionError:
+        raise Refused(
+            "nested too deeply: hundreds of elif, or of operations in one expression. Divide them"
+        ) from None
     except cst.ParserSyntaxError as error:
         line = error.raw_line
         if _PYTHON_2.search(text):

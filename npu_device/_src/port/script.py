@@ -19,6 +19,7 @@ from libcst.metadata import (
 from npu_device._src.port.nodes import (
     DEFINITIONS,
     argument,
+    binds,
     dotted,
     follow,
     last_word,
@@ -222,10 +223,11 @@ class Script:
 
     def scopes_of(self, name: str, node: Any) -> Iterator:
         """Yield the scopes around a node in which a name may be assigned, from the inside."""
-        for scope in self._scopes(node):
-            yield scope
+        for outer in self.around(node):
+            if isinstance(outer, _SCOPES):
+                yield outer
             # A parameter hides what scopes around its function assign.
-            if isinstance(scope, cst.FunctionDef) and name in parameters(scope):
+            if binds(outer, name):
                 return
 
     def assignments(self, name: str, scope: Any) -> list[Assignment]:
@@ -279,8 +281,13 @@ class Script:
 
     def takers(self, name: str, node: Any) -> list:
         """Return the functions around a node that have a parameter of this name, from the inside."""
-        functions = [outer for outer in self.around(node) if isinstance(outer, cst.FunctionDef)]
-        return [function for function in functions if name in parameters(function)]
+        takers = []
+        for outer in self.around(node):
+            if isinstance(outer, cst.FunctionDef) and name in parameters(outer):
+                takers.append(outer)
+            elif binds(outer, name):
+                break
+        return takers
 
     def meant(self, node: Any) -> Any:
         """Return the expression that a name stands for, if it's known; any other expression itself."""
@@ -321,11 +328,13 @@ class Script:
         """Return True if a class of the script derives from one whose name ends so, directly or not."""
         if not isinstance(owner, cst.ClassDef):
             return False
-        bases = [arg.value for arg in owner.bases]
-        if any(self.name(base).endswith(endings) for base in bases):
-            return True
-        names = [dotted(base) for base in bases if dotted(base) != owner.name.value]
-        return any(self.inherits(self.classes.get(name), endings) for name in names)
+        owners = follow(owner, self._base_classes)
+        return any(self.name(arg.value).endswith(endings) for node in owners for arg in node.bases)
+
+    def _base_classes(self, owner: Any) -> list:
+        """Return the classes of the script from which one derives."""
+        names = [dotted(arg.value) for arg in owner.bases]
+        return [self.classes[name] for name in names if name in self.classes]
 
     def functions(self, node: Any, call: Any) -> list:
         """Return the functions of the script that a name may mean in a call."""

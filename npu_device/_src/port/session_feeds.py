@@ -6,6 +6,7 @@ import enum
 from typing import Any
 
 import libcst as cst
+from libcst import matchers
 
 from npu_device._src.port.loop_data import SHARE, is_slice
 from npu_device._src.port.nodes import argument, bounded, dotted, is_call_of, method
@@ -13,7 +14,9 @@ from npu_device._src.port.port import DONE, OPEN, Port
 from npu_device._src.port.rules import WORDS_BY_TOPIC
 from npu_device._src.port.script import Assignment
 
+_PLACEHOLDER = "tensorflow.placeholder"
 _OPERATIONS = (cst.BinaryOperation, cst.UnaryOperation, cst.IfExp, cst.AugAssign)
+_INDEXED = matchers.Subscript(slice=[matchers.SubscriptElement(matchers.Index(matchers.Name()))])
 
 
 class Feed(enum.Enum):
@@ -31,9 +34,12 @@ def divide_feed(port: Port, call: Any) -> None:
     feed_dict = port.meant(argument(call, "feed_dict", 1))
     if isinstance(feed_dict, cst.Dict):
         reader = _Reader(port, call)
-        feeds = {pair.value: reader.feed(pair.value) for pair in feed_dict.elements}
+        for pair in feed_dict.elements:
+            feeds[pair.value] = Feed.NUMBER
+            if not (isinstance(pair, cst.DictElement) and _takes_number(port, pair.key)):
+                feeds[pair.value] = reader.feed(pair.value)
     if Feed.BATCH not in feeds.values() or Feed.UNKNOWN in feeds.values():
-        port.report(OPEN, "no dataset", call)
+        port.report(OPEN, "no dataset", call, _question(port, feeds))
         return
     for node, feed in feeds.items():
         if feed is not Feed.BATCH:
@@ -43,6 +49,26 @@ def divide_feed(port: Port, call: Any) -> None:
             template = "({})"
         port.replace(node, template + SHARE)
     port.report(DONE, "share of an array", call)
+
+
+def _takes_number(port: Port, key: Any) -> bool:
+    """Return True for a placeholder of a single number."""
+    made = port.meant(key)
+    if not isinstance(made, cst.Call) or not port.name(made.func).startswith(_PLACEHOLDER):
+        return False
+    shape = argument(made, "shape", 1)
+    return isinstance(shape, (cst.List, cst.Tuple)) and not shape.elements
+
+
+def _question(port: Port, feeds: dict) -> str:
+    """Return the question that names what is fed if it may be a batch or a number; "" for that of the rule."""
+    unknown = [port.text(node) for node, feed in feeds.items() if feed is Feed.UNKNOWN]
+    if not unknown:
+        return ""
+    return (
+        f"What do the ranks divide? {', '.join(unknown)} may be a batch or a number. A number needs a placeholder of "
+        "shape []; a batch, a slice such as x[begin:end] in this loop."
+    )
 
 
 class _Reader:
@@ -58,7 +84,7 @@ class _Reader:
         is_truth = self._port.text(node) in ("True", "False")
         if is_truth or isinstance(node, (cst.Integer, cst.Float)):
             return Feed.NUMBER
-        if is_slice(node):
+        if is_slice(node) or self._has_indices_of_batch(node):
             return Feed.BATCH
         # The test of a conditional expression says nothing of its value.
         if isinstance(node, cst.IfExp):
@@ -72,6 +98,13 @@ class _Reader:
         if dotted(node):
             return self._of_name(node)
         return Feed.UNKNOWN
+
+    def _has_indices_of_batch(self, node: Any) -> bool:
+        """Return True for x[batch], where batch = order[begin:end]."""
+        if not matchers.matches(node, _INDEXED):
+            return False
+        index = node.slice[0].slice.value
+        return bool(dotted(node.value)) and self.feed(index) is Feed.BATCH
 
     def _of_operands(self, operands: list) -> Feed:
         feeds = {self.feed(operand) for operand in operands}

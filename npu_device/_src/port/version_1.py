@@ -43,6 +43,10 @@ def port_sessions(port: Port, is_v1: bool) -> None:
     for call in optimizers:
         port.replace(call, "NPUDistributedOptimizer({})")
         port.report(DONE, "session: optimizer", call)
+    names = WORDS_BY_TOPIC["layers of TensorFlow 1"]
+    layers = [call for call in port.calls if port.name(call.func).startswith(names)]
+    if layers:
+        port.report(NOTE, "layers of TensorFlow 1", layers[0])
     for call in opened:
         if port.name(call.func).endswith("MonitoredTrainingSession"):
             _add_hook(port, call)

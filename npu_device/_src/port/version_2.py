@@ -14,6 +14,7 @@ from npu_device._src.port.loop_data import divide
 from npu_device._src.port.nodes import (
     DEFINITIONS,
     argument,
+    binds,
     bounded,
     dotted,
     follow,
@@ -71,6 +72,9 @@ def _replicate(port: Port, node: Any, model: Any, after: bool = True) -> None:
     # The call of a function would make a second model.
     if isinstance(model, cst.Call):
         return
+    if _is_of_expression(port, model):
+        port.report(OPEN, "unknown fit", node)
+        return
     name = port.text(model)
     line = f"npu.distribute.replicate({name})"
     # A name is assigned anew where it is assigned; otherwise ``replicate`` changes the model in place.
@@ -81,6 +85,13 @@ def _replicate(port: Port, node: Any, model: Any, after: bool = True) -> None:
     if key not in port.replicated:
         port.replicated.add(key)
         port.report(DONE, "fit", node)
+
+
+def _is_of_expression(port: Port, model: Any) -> bool:
+    """Return True for a model of a lambda or a comprehension, which has no name outside."""
+    owners = [outer for outer in port.around(model) if not isinstance(outer, DEFINITIONS)]
+    names = matchers.findall(model, matchers.Name())
+    return any(binds(owner, name.value) for owner in owners for name in names)
 
 
 def _is_assigned(port: Port, model: Any, node: Any) -> bool:
@@ -366,17 +377,25 @@ def _first_statement_leading_to(port: Port, names: list, call: Any) -> Any:
 
 def _is_built(port: Port, node: Any, user: Any) -> bool:
     """Return True if a model has its variables before a node: it was made of inputs, or called or built before."""
-    name = dotted(node)
-    if name and any(_is_use(port, call, name, user) for call in port.calls):
-        return True
-    if isinstance(node, cst.Call):
-        maker = port.name(node.func)
-        # A Sequential builds its layers at once if the shape of the input is known.
-        if maker.endswith("Sequential"):
-            return "Input(" in port.text(node) or "input_shape=" in port.text(node)
-        if maker.startswith(WORDS_BY_TOPIC["makers of models"]):
+    for source in follow(node, port.origins):
+        place = source
+        if source is node:
+            place = user
+        name = dotted(source)
+        if name and any(_is_use(port, call, name, place) for call in port.calls):
             return True
-    return any(_is_built(port, origin, origin) for origin in port.origins(node))
+        if isinstance(source, cst.Call) and _makes_variables(port, source):
+            return True
+    return False
+
+
+def _makes_variables(port: Port, call: Any) -> bool:
+    """Return True for the call of a class that gives a model its variables at once."""
+    maker = port.name(call.func)
+    # A Sequential builds its layers at once if the shape of the input is known.
+    if maker.endswith("Sequential"):
+        return "Input(" in port.text(call) or "input_shape=" in port.text(call)
+    return maker.startswith(WORDS_BY_TOPIC["makers of models"])
 
 
 def _is_use(port: Port, call: Any, name: str, user: Any) -> bool:

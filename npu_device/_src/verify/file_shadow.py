@@ -36,7 +36,7 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 # Functions and methods, by what they do to the path that they are given. Only "change" begins with a copy of the user's
 # file; "open" does if the mode allows to write. Those of "write second" get the path as their second argument.
 _CALLS = {
-    "open": "builtins.open io.open os.open h5py.File.__init__",
+    "open": "builtins.open io.open os.open h5py.File.__init__ gfile.WritableFile",
     "read": "os.stat os.lstat os.access os.readlink os.link os.symlink os.listxattr os.getxattr os.statvfs "
     "gfile.BufferedInputStream gfile.FileExists gfile.IsDirectory gfile.Stat gfile.CopyFile tf.io.read_file "
     "tf.train.Checkpoint.restore tf.train.Checkpoint.read tf.train.latest_checkpoint tf.train.load_checkpoint "
@@ -44,7 +44,8 @@ _CALLS = {
     "tf.data.experimental.make_csv_dataset tf.data.TextLineDataset.__init__ tf.data.TFRecordDataset.__init__",
     "match": "tf.data.Dataset.list_files",
     "change": "os.truncate os.chmod os.chown os.setxattr os.removexattr os.utime os.rename os.replace "
-    "gfile.WritableFile gfile.RenameFile tf.train.CheckpointManager.__init__",
+    "gfile.RenameFile",
+    "manage": "tf.train.CheckpointManager.__init__",
     "write": "os.mkdir os.remove os.unlink os.rmdir gfile.CreateDir gfile.RecursivelyCreateDir gfile.DeleteFile "
     "gfile.DeleteRecursively tf.train.Checkpoint.save tf.train.Checkpoint.write tf.compat.v1.train.Saver.save "
     "tf.summary.create_file_writer summary.create_file_writer_v2 tf.compat.v2.summary.create_file_writer "
@@ -118,12 +119,28 @@ class Redirection:
         if isinstance(path, (list, tuple)):
             return list(map(self._to_read, path))
         redirected = self._redirected(path)
-        if redirected is None:
-            return path
-        index_of_checkpoint = f"{redirected}.index"
-        if os.path.lexists(redirected) or os.path.lexists(index_of_checkpoint):
+        if redirected is not None and self._is_readable(redirected):
             return redirected
+        # A manager gives out paths of checkpoints whose tensors are the user's.
+        is_own = isinstance(path, str) and path.startswith(self._folder + os.sep)
+        if is_own and not self._is_readable(path):
+            user_path = path.removeprefix(self._folder)
+            # A directory that is missing here has still to be made.
+            if not os.path.isdir(user_path):
+                return user_path
         return path
+
+    def _is_readable(self, path: str) -> bool:
+        """Return True for a file, a directory or a checkpoint in the folder."""
+        is_checkpoint = self._is_there(f"{path}.index") and glob.glob(f"{glob.escape(path)}.data-*")
+        return bool(is_checkpoint) or self._is_there(path)
+
+    def _is_there(self, path: str) -> bool:
+        try:
+            self._lstat(path)
+        except (OSError, ValueError):
+            return False
+        return True
 
     def _to_match(self, pattern: Any) -> Any:
         """Return the paths of files that match one or more patterns; the patterns if none was written before."""
@@ -146,17 +163,38 @@ class Redirection:
         os.makedirs(os.path.dirname(redirected), exist_ok=True)
         return redirected
 
-    def _to_change(self, path: Any) -> Any:
+    def _to_open(self, path: Any, mode: str | bytes | int | None) -> Any:
+        """Return the path to open with a mode, or with flags of ``os.open``."""
+        if isinstance(mode, bytes):
+            mode = mode.decode()
+        if isinstance(mode, int):
+            writes = bool(mode & _WRITES)
+            empties = bool(mode & os.O_TRUNC)
+        else:
+            writes = not set(mode or "r").isdisjoint("wax+")
+            empties = "w" in (mode or "r")
+        if not writes:
+            return self._to_read(path)
+        # What is lost at once needs no copy. What is opened may be no path, but a number or a file.
+        if empties and self._redirected(path) is not None and not os.path.isdir(path):
+            return self._to_write(path)
+        return self._to_change(path)
+
+    def _to_manage(self, path: Any) -> Any:
+        """Return the directory for a manager of checkpoints: it gets copies of their names, not of their tensors."""
+        return self._to_change(path, _without_tensors)
+
+    def _to_change(self, path: Any, ignore: Any = None) -> Any:
         """Return the path to write to instead, where a copy of the user's file or directory is."""
         target = self._to_write(path)
         # Only the user's own file needs a copy, and only once.
-        if target is path or os.path.lexists(target) or not os.path.exists(path):
+        if target is path or self._is_there(target) or not os.path.exists(path):
             return target
         # All ranks may come here at once: each must find a whole copy, and replace none that is being written to.
         folder = tempfile.mkdtemp(dir=self._runs_folder)
         copy = os.path.join(folder, "copy")
         if os.path.isdir(path):
-            shutil.copytree(path, copy)
+            shutil.copytree(path, copy, ignore=ignore)
             place = os.rename
         else:
             shutil.copyfile(path, copy)
@@ -165,7 +203,7 @@ class Redirection:
             place(copy, target)
         except OSError:
             # Another rank was faster, or the file system has no links.
-            if not os.path.lexists(target):
+            if not self._is_there(target):
                 os.rename(copy, target)
         shutil.rmtree(folder)
         return target
@@ -179,7 +217,7 @@ class Redirection:
 
         def merged(path: Any = ".") -> Any:
             redirected = self._redirected(path)
-            if isinstance(path, bytes) or redirected is None or not os.path.lexists(redirected):
+            if isinstance(path, bytes) or redirected is None or not self._is_there(redirected):
                 return scandir(path)
             files: dict[str, Any] = {}
             # The user may have no such directory.
@@ -235,7 +273,7 @@ class Redirection:
         original = getattr(owner, name)
         position, keyword = _path_parameter(original)
         changes = {
-            "open": self._to_read,
+            "manage": self._to_manage,
             "read": self._to_read,
             "match": self._to_match,
             "change": self._to_change,
@@ -257,14 +295,14 @@ class Redirection:
                 if directory is not None:
                     folder = os.readlink(f"/proc/self/fd/{directory}")
                     path = os.path.join(folder, os.fsdecode(path))
-                change = changes.get(access, self._to_write)
-                mode = arguments.get("mode", arguments.get("flags"))
-                if access == "open" and _writes(arguments.get(position + 1, mode)):
-                    change = self._to_change
-                redirected = change(path)
+                if access == "open":
+                    mode = arguments.get("mode", arguments.get("flags"))
+                    redirected = self._to_open(path, arguments.get(position + 1, mode))
+                else:
+                    redirected = changes.get(access, self._to_write)(path)
                 arguments[key] = redirected
                 # The user's file is left, as if it were removed.
-                if name in _REMOVERS and os.path.lexists(path) and not os.path.lexists(redirected):
+                if name in _REMOVERS and os.path.lexists(path) and not self._is_there(redirected):
                     return None
             by_position = [arguments.pop(position) for position in range(len(args))]
             returned = original(*by_position, **arguments)
@@ -316,11 +354,9 @@ def _path_parameter(function: Any) -> tuple[int, str]:
     return 0, ""
 
 
-def _writes(mode: str | int | None) -> bool:
-    """Return True if a mode of ``open`` or flags of ``os.open`` allow to write."""
-    if isinstance(mode, int):
-        return bool(mode & _WRITES)
-    return bool(set(mode or "r").intersection("wax+"))
+def _without_tensors(folder: str, names: list[str]) -> list[str]:
+    """Return the names that aren't copied for a manager, which reads the list of checkpoints and looks for indices."""
+    return [name for name in names if name != "checkpoint" and not name.endswith(".index")]
 
 
 class _DirectoryListing(contextlib.ExitStack, Iterator):
