@@ -199,6 +199,9 @@ class AgreedEngine:
             return move(engine, terms)
 
         def after_message() -> Any:
+            # Only the first transfer compares, as where the size is known: the ranks count their messages.
+            if terms.agreed:
+                return move(engine, terms)
             with tf.control_dependencies(messages.exchange_terms(self.group, terms)):
                 return move(engine, AGREED)
 
