@@ -70,7 +70,7 @@ def _as_known(rank: int, unknown: int, call: Callable, tensor: tf.Tensor) -> Any
 
 
 def body_mixed(unknown: int) -> tuple[list[str], Any, Any]:
-    """Return what isn't as in eager mode, and what all ranks have to have in common: keys and counts of transfers."""
+    """Return what isn't as in eager mode, and what all ranks have to have in common: keys, and a count of transfers."""
     job, mine = group("world")
     wrong = []
     operations = partial(_operations, job, mine)
@@ -80,7 +80,7 @@ def body_mixed(unknown: int) -> tuple[list[str], Any, Any]:
         found = _as_known(mine.rank, unknown, operations, tensor)
         wrong += [f"{name} of {shape}" for name in right if _different(found[name], right[name])]
     drawn = job.engines.tensorflow.kernels.sequence_of(mine)._drawn
-    return wrong, list(drawn.items()), job.counts.started()
+    return wrong, list(drawn.items()), job.counts.started()[mine.name, mine.ranks]
 
 
 def body_small_transfers(body: Callable, *arguments: Any) -> Any:

@@ -262,7 +262,8 @@ class ListReduction:
         paths = {}
         for position, rows in self._sparse.items():
             name = f"tensor_{position}"
-            if self.options.adds_rows and self.tensors[position].dense_shape is None:
+            slices: Any = self.tensors[position]
+            if self.options.adds_rows and slices.dense_shape is None:
                 paths[name] = "without dense_shape"
             elif not self.options.adds_rows and rows.counts is not None:
                 paths[name] = f"lookups with distinct rows: {rows.are_distinct}"
