@@ -282,8 +282,12 @@ class _EngineBySize:
 
     def _move(self, move: Callable[[Any, Terms], Any], group: Group, terms: Terms) -> Any:
         def after_message() -> Any:
-            with tf.control_dependencies(self._messages.exchange_terms(group, terms)):
-                return move(self._engine, AGREED)
+            comparison: TensorList = []
+            # Only the first transfer compares, as where the size is known: the ranks count their messages.
+            if not terms.agreed:
+                comparison = self._messages.exchange_terms(group, terms)
+            with tf.control_dependencies(comparison):
+                return move(self._engine, terms.of_later_transfers())
 
         return tf.cond(self._is_small, lambda: move(self._messages, terms), after_message)
 

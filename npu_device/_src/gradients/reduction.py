@@ -234,6 +234,7 @@ class ListReduction:
             "segments": _summary(self.segments),
             "compression": self.options.compression or "none",
         }
+        agreed.update(self._paths_of_rows())
         counts = [rows.counts for rows in self._sparse.values() if rows.counts is not None]
         inputs = [*self.tensors, *counts]
         gradient = None
@@ -254,6 +255,18 @@ class ListReduction:
             gradient=gradient,
             has_owners=self.owners is not None,
         )
+
+    def _paths_of_rows(self) -> dict[str, str]:
+        """Return what decides how rows travel, where it isn't the usual: another rank's graph may not know it."""
+        paths = {}
+        for position, rows in self._sparse.items():
+            name = f"tensor_{position}"
+            slices: Any = self.tensors[position]
+            if self.options.adds_rows and slices.dense_shape is None:
+                paths[name] = "without dense_shape"
+            elif not self.options.adds_rows and rows.counts is not None:
+                paths[name] = f"lookups with distinct rows: {rows.are_distinct}"
+        return paths
 
     def _reduce_by(self, engine: AgreedEngine, *inputs: Any) -> list[Gradient]:
         """Reduce the list; after its values, the inputs are the counts of rows of each lookup, where they matter."""

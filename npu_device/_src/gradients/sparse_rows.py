@@ -32,14 +32,15 @@ class TableRows:
     count as one lookup.
 
     Attributes:
+        are_distinct: of each lookup, whether it has one row for each index.
         counts: rows of each lookup on this rank, if some ranks' rows are to be added up; else None.
     """
 
     def __init__(self, indices: Any) -> None:
         self.counts: tf.Tensor | None = None
         lookups = list(_lookups(indices))
-        self._is_distinct = [is_distinct for _, is_distinct in lookups]
-        if any(self._is_distinct):
+        self.are_distinct = [is_distinct for _, is_distinct in lookups]
+        if any(self.are_distinct):
             # Counts tell the other ranks where the rows of one lookup end.
             self.counts = tf.stack([tf.size(rows) for rows, _ in lookups])
 
@@ -65,14 +66,14 @@ class TableRows:
         self, engine: AgreedEngine, rows: tf.Tensor, indices: tf.Tensor, own_counts: tf.Tensor
     ) -> RowsAndIndices:
         """Return the rows of all ranks by lookup, added up where a lookup has one for each index."""
-        lookups = len(self._is_distinct)
+        lookups = len(self.are_distinct)
         # The counts stand by rank, then by lookup.
         counts = tf.reshape(engine.gather(own_counts[tf.newaxis]), [-1])
         row_runs = tf.split(rows, counts, num=engine.group.size * lookups)
         index_runs = tf.split(indices, counts, num=engine.group.size * lookups)
         merged_rows = []
         merged_indices = []
-        for lookup, is_distinct in enumerate(self._is_distinct):
+        for lookup, is_distinct in enumerate(self.are_distinct):
             lookup_rows = tf.concat(row_runs[lookup::lookups], 0)
             # Runs of one lookup are as far apart as there are lookups.
             lookup_indices = tf.concat(index_runs[lookup::lookups], 0)

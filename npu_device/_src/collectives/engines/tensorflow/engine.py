@@ -28,6 +28,7 @@ from npu_device._src.collectives.dtypes import (
 )
 from npu_device._src.collectives.engines.context import EngineContext
 from npu_device._src.collectives.engines.tensorflow.kernels import MOVE_DTYPES, Kernels
+from npu_device._src.collectives.graph import call_now
 from npu_device._src.collectives.group import Group, counts_of
 
 # A broadcast is cut into transfers of about this size: enough for the full bandwidth, and not so many bytes as to
@@ -77,11 +78,9 @@ class TensorFlowEngine:
         results = list(tensors)
         for owner in sorted(set(owners)):
             positions = [position for position, member in enumerate(owners) if member == owner]
-            received: TensorList = []
-            for transfer in _transfers([_tensor(tensors[position]) for position in positions]):
-                move = functools.partial(self.kernels.broadcast, root_rank=owner, group=group)
-                words = _with_an_element(move, pack_words(transfer))
-                received += unpack_words(words, transfer)
+            kernel = functools.partial(self.kernels.broadcast, root_rank=owner, group=group)
+            move = functools.partial(_with_an_element, kernel)
+            received = _moved([_tensor(tensors[position]) for position in positions], move)
             for position, tensor in zip(positions, received):
                 results[position] = tensor
         return results
@@ -89,15 +88,21 @@ class TensorFlowEngine:
     def _all_reduce_segment(
         self, tensors: Tensors, reduction: str, group: Group, wire: Wire
     ) -> TensorList:
-        if len(tensors) == 1 and tensors[0].shape.num_elements():
-            return [self._all_reduce_one(tensors[0], reduction, group, wire)]
-        # The kernels take one tensor, so the segment travels as one.
-        flats = [tf.reshape(tensor, [-1]) for tensor in tensors]
-        reduced = self._all_reduce_one(tf.concat(flats, axis=0), reduction, group, wire)
-        pieces = tf.split(reduced, list(map(_count, tensors)))
+        shape = tensors[0].shape
+        # A vector needs no other shape, which saves two operations in eager mode.
+        if len(tensors) == 1 and shape.rank == 1 and shape.num_elements():
+            return [self._all_reduce_vector(tensors[0], reduction, group, wire)]
+        # The kernels take one tensor, so the segment travels as one. A single tensor is flat, too: TensorFlow compares
+        # the shapes, and another rank may have a graph that doesn't know how many dimensions there are.
+        pieces = [tf.reshape(tensor, [-1]) for tensor in tensors]
+        if len(pieces) == 1:
+            pieces = [self._all_reduce_vector(pieces[0], reduction, group, wire)]
+        else:
+            reduced = self._all_reduce_vector(tf.concat(pieces, axis=0), reduction, group, wire)
+            pieces = tf.split(reduced, list(map(_count, tensors)))
         return [tf.reshape(piece, _shape(tensor)) for piece, tensor in zip(pieces, tensors)]
 
-    def _all_reduce_one(
+    def _all_reduce_vector(
         self, tensor: tf.Tensor, reduction: str, group: Group, wire: Wire
     ) -> tf.Tensor:
         merge = reduction
@@ -152,16 +157,15 @@ class TensorFlowEngine:
                 return wider
             return wider * factor
 
-        flat = tf.reshape(tensor, [-1])
-        count = _count(flat)
+        count = _count(tensor)
         # Every rank reduces a block, so the number of elements must be a multiple of the ranks.
-        padded = tf.pad(narrow(flat, shares[group.rank]), [[0, -count % size]])
+        padded = tf.pad(narrow(tensor, shares[group.rank]), [[0, -count % size]])
         received = self.all_to_all(tf.reshape(padded, [size, -1]), group)
         received = tf.unstack(received, num=size)
         rows = [widen(row, share) for row, share in zip(received, shares)]
         block = narrow(fold(rows, fold_reduction), divisor)
         gathered = tf.reshape(self.all_gather(block, group), [-1])[:count]
-        return tf.reshape(tf.cast(widen(gathered, scale), tensor.dtype), _shape(tensor))
+        return tf.cast(widen(gathered, scale), tensor.dtype)
 
 
 def _tensor(tensor: tf.Tensor | tf.TensorSpec) -> tf.Tensor:
@@ -215,21 +219,69 @@ def _with_an_element(move: _Move, tensor: tf.Tensor) -> tf.Tensor:
     return move(tf.pad(tensor, padding))[..., :length]
 
 
-def _transfers(tensors: Tensors) -> list[TensorList]:
-    """Split the list, in order, into transfers of about ``TRANSFER_BYTES``. A tensor of unknown size goes alone."""
-    transfers: list[TensorList] = []
+# Lists of tensors, in transfers of about ``TRANSFER_BYTES``: the same ones on every rank, also on a rank that knows
+# some sizes only when its graph runs.
+
+
+def _moved(tensors: Tensors, move: _Move) -> TensorList:
+    """Return tensors, of any dtypes, sent through a move of a vector in few large transfers, in order."""
+    counts = list(map(words_of, tensors))
+    if len(tensors) == 1:
+        # It is one transfer, whatever its size.
+        ends = [1]
+    elif all(isinstance(count, int) for count in counts):
+        ends = _ends_of_transfers(counts)
+    else:
+        return unpack_words(_moved_in_parts(pack_words(tensors), counts, move), tensors)
+    results: TensorList = []
+    for end in ends:
+        transfer = tensors[len(results) : end]
+        results += unpack_words(move(pack_words(transfer)), transfer)
+    return results
+
+
+def _ends_of_transfers(counts: Sequence[int]) -> list[int]:
+    """Return for each transfer how many of the tensors, of these numbers of words, have then been sent."""
+    ends: list[int] = []
     free = 0
-    for tensor in tensors:
-        count = words_of(tensor)
-        size = TRANSFER_BYTES
-        if isinstance(count, int):
-            size = count * 4
-        if not transfers or size > free:
-            transfers.append([])
+    for position, count in enumerate(counts):
+        size = count * 4
+        if not ends or size > free:
+            ends.append(position)
             free = TRANSFER_BYTES
-        transfers[-1].append(tensor)
+        ends[-1] = position + 1
         free -= size
-    return transfers
+    return ends
+
+
+def _moved_in_parts(words: tf.Tensor, counts: Sequence[Count], move: _Move) -> tf.Tensor:
+    """Return a vector of tensors, of these numbers of words, sent through a move in one part for each transfer.
+
+    TensorFlow's collectives match only in the same iteration of the same loop (TensorFlow 2.20), and ranks that know
+    the sizes need no loop. So there is a branch for each part that there could be.
+    """
+    specs = [tf.TensorSpec([], tf.int64), tf.TensorSpec([len(counts)], tf.int64)]
+    number_of_parts, ends = call_now(_ends_in_words, [counts], specs)
+    bounds = tf.unstack(ends)
+    parts = [move(words[: bounds[0]])]
+    for position in range(1, len(bounds)):
+        part = words[bounds[position - 1] : bounds[position]]
+        is_sent = position < number_of_parts
+        moved = tf.cond(
+            is_sent, functools.partial(move, part), functools.partial(tf.identity, part)
+        )
+        parts.append(moved)
+    return tf.concat(parts, axis=0)
+
+
+def _ends_in_words(counts: np.ndarray) -> list[np.ndarray]:
+    """Return the number of transfers, and the number of words sent after each of them, as often as there are tensors:
+    transfers that there aren't send nothing.
+    """
+    totals = np.cumsum(counts, dtype=np.int64)
+    ends = _ends_of_transfers(counts.tolist())
+    padded = ends + [len(counts)] * (len(counts) - len(ends))
+    return [np.array(len(ends)), totals[np.array(padded) - 1]]
 
 
 # Tensors of any dtype as vectors of 32-bit words, bit by bit, for data that is only moved. A narrow dtype takes its own
