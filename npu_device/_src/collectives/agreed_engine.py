@@ -36,8 +36,7 @@ class AgreedEngine:
     """The engine of one call, as the body of a collective uses it.
 
     Attributes:
-        terms: what the first transfer has to compare, if anything. None once a transfer has taken them: later ones
-            carry what tells the call from others.
+        terms: what the next transfer has to compare; after the first one only what tells the call from others.
     """
 
     def __init__(
@@ -49,8 +48,7 @@ class AgreedEngine:
     ) -> None:
         self.job = job
         self.group = group
-        self.terms: Terms | None = terms
-        self._later_terms = terms.of_later_transfers()
+        self.terms = terms
         self._route = route
 
     def all_reduce(
@@ -206,9 +204,8 @@ class AgreedEngine:
         return AgreedEngine(self.job, self.group)
 
     def _next_terms(self) -> Terms:
-        # Later transfers carry which call they belong to, and no shapes of the graph.
-        terms = self.terms or self._later_terms
-        self.terms = None
+        terms = self.terms
+        self.terms = terms.of_later_transfers()
         return terms
 
 

@@ -193,6 +193,8 @@ class Terms(NamedTuple):
 
     def of_later_transfers(self) -> Terms:
         """Return what they have: which call they belong to. Nothing of it refers to the graph."""
+        if self.agreed:
+            return self
         return self._replace(digest=0, dynamic_digest=0, agreed=True)
 
 

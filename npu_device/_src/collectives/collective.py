@@ -99,13 +99,13 @@ class Collective:
                     return self.body(engine, *inputs)
             try:
                 results = self.body(engine, *inputs)
-                if engine.terms is not None:
+                if not engine.terms.agreed:
                     # A body that had nothing to send, such as a list without gradients, has compared nothing.
                     engine.compare()
                 return results
             finally:
                 # The terms refer to the graph, which what the body has made may outlive.
-                engine.terms = None
+                engine.terms = engine.terms.of_later_transfers()
 
     def _body_inputs(self) -> Sequence:
         if self.inputs is None:
