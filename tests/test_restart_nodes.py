@@ -21,9 +21,9 @@ from ranks import free_port, time_limits
 from npu_device._src.testing import hosts
 from npu_device.launch.node_protocol import (
     AttemptPlan,
-    Hello,
     JobEnd,
     Link,
+    NodeHello,
     NodeOutcome,
     StopOrder,
     serve,
@@ -167,7 +167,7 @@ def test_a_node_stops_an_attempt_that_it_is_told_to_begin_and_to_stop_at_once(
     ):
         messages = link.messages()
         hello = next(messages)
-        assert isinstance(hello, Hello) and hello.node == 1
+        assert isinstance(hello, NodeHello) and hello.node == 1
         link.send(plan(" 1", " 1"))
         link.send(StopOrder("a rank failed"))
         outcome = next(messages)

@@ -23,11 +23,11 @@ from npu_device.launch.joins import Joins
 from npu_device.launch.ledger import AttemptRecord, Decision, Ledger, resize
 from npu_device.launch.node_protocol import (
     Alive,
-    Hello,
     JobEnd,
     JobInterrupted,
     Link,
     NodeEnd,
+    NodeHello,
     NodeOutcome,
     NodePreempted,
     Notice,
@@ -298,7 +298,7 @@ class Leader:
 
     def _on_received(self, received: _Received) -> None:
         link, message = received
-        if isinstance(message, Hello):
+        if isinstance(message, NodeHello):
             self._register(link, message)
             return
         # A connection that another one has replaced is no node's.
@@ -329,7 +329,7 @@ class Leader:
                 # Some ranks have left with a checkpoint: the others get as long for theirs.
                 self._deadline = time.monotonic() + self._options.preempt_timeout
 
-    def _register(self, link: Link, hello: Hello) -> None:
+    def _register(self, link: Link, hello: NodeHello) -> None:
         node = hello.node
         problem = self._mismatch(hello)
         if problem:
@@ -353,7 +353,7 @@ class Leader:
             # The member tells who took part, since this launcher knows nothing of the attempts before it started.
             self._expected = self._all.intersection(hello.nodes)
 
-    def _mismatch(self, hello: Hello) -> str:
+    def _mismatch(self, hello: NodeHello) -> str:
         """Return why a launcher can't take part in the job; "" if it can."""
         settings = {
             "nproc": self._options.nproc_per_node,

@@ -16,11 +16,11 @@ from npu_device.launch.events import handle_next
 from npu_device.launch.neighbour import Neighbour
 from npu_device.launch.node_protocol import (
     AttemptPlan,
-    Hello,
     JobEnd,
     JobInterrupted,
     Link,
     NodeEnd,
+    NodeHello,
     NodeOutcome,
     Notice,
     StopOrder,
@@ -167,7 +167,7 @@ class Member:
         link = self._reach_leader(seconds)
         self._link = link
         link.send(
-            Hello(
+            NodeHello(
                 node=self._options.node_rank,
                 nproc=self._options.nproc_per_node,
                 most=self._options.nnodes,

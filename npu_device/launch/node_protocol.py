@@ -24,7 +24,7 @@ _OF_NODES = b" nodes"  # part of what both prove, so that ranks and nodes don't 
 
 
 @dataclass(frozen=True)
-class Hello:
+class NodeHello:
     """The first message of a node. Its name and fields stay, so that other versions get an error that names them."""
 
     node: int
@@ -114,7 +114,7 @@ class Alive:
 
 
 _MESSAGES: dict[str, type[Any]] = {
-    "hello": Hello,
+    "hello": NodeHello,
     "failed": RankFailed,
     "preempted": NodePreempted,
     "interrupted": JobInterrupted,

@@ -30,7 +30,7 @@ from npu_device._src.world.shared_arrays import (
 _SHARED_BYTES = 10_000_000  # larger arrays are shared
 
 
-class Call(NamedTuple):
+class SentCall(NamedTuple):
     """What a rank gets."""
 
     pickled: bytes
@@ -39,7 +39,7 @@ class Call(NamedTuple):
     places: list[Place]
 
 
-def sent(function: Callable, arguments: tuple) -> tuple[Call, Offer]:
+def sent(function: Callable, arguments: tuple) -> tuple[SentCall, Offer]:
     """Return a call for ranks, and its memory, which they can map until it is withdrawn.
 
     Raises:
@@ -61,10 +61,10 @@ def sent(function: Callable, arguments: tuple) -> tuple[Call, Offer]:
     offer, address = published([*arrays.values()], places)
     # Only what was typed in has no time of change.
     lines = {name: entry for name, entry in linecache.cache.items() if entry[1:2] == (None,)}
-    return Call(pickled, lines, address, places), offer
+    return SentCall(pickled, lines, address, places), offer
 
 
-def call(sent: Call) -> bytes:
+def call(sent: SentCall) -> bytes:
     """Make a call on a rank; return its result as it is sent."""
     linecache.cache.update(sent.lines)
     memory = mapped(sent.memory)

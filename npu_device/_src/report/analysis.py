@@ -105,8 +105,8 @@ _LARGE_UPDATE = 0.1  # fraction of a step that a divided update would save
 _EQUAL = 4
 """Segments of equal bytes to try: about as fast as the best split that a model finds (docs/notes.md)."""
 NETWORK = 0.2e9
-"""Bytes a second between hosts. A core can send at least twice as much on each backend (docs/benchmarks.md), so what is
-slower is bound by the network.
+"""Bytes a second between hosts. A core can send at least twice as much with each engine (docs/benchmarks.md), so that
+what is slower is bound by the network.
 """
 
 

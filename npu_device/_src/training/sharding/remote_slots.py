@@ -36,7 +36,7 @@ _ID_BITS = 31  # room for the ids of the optimizers of one group
 
 
 @dataclass(eq=False)
-class Share:
+class SlotShare:
     """The owner of a slot, and whether its value has gone to it; an attribute of the optimizer's variable.
 
     Attributes:
@@ -140,7 +140,7 @@ class OptimizerSlots:
         self._optimizer_id = -1
 
     def add(self, slot: Any, owner: int) -> None:
-        compat.mark(slot, Share(self, len(self.variables), owner))
+        compat.mark(slot, SlotShare(self, len(self.variables), owner))
         self.variables.append(slot)
 
     @property

@@ -1,1 +1,1 @@
-"""The backend that works everywhere: TensorFlow's collectives (ring over gRPC on CPU, NCCL on GPU)."""
+"""The engine that works everywhere: TensorFlow's collectives (ring over gRPC on CPU, NCCL on GPU)."""
