@@ -290,3 +290,12 @@ def test_names_of_files_are_of_one_file() -> None:
         and Path(file).parent.name not in ("compat", "environment")
     ]
     assert {name for name in own if own.count(name) > 1 or name in public} == set()
+
+
+def test_names_of_classes_are_of_one_class() -> None:
+    files: dict[str, list[str]] = {}
+    for file, tree in FILES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                files.setdefault(node.name, []).append(file)
+    assert {name: places for name, places in files.items() if len(places) > 1} == {}
