@@ -16,6 +16,7 @@ from caught_messages import settings
 from launcher import ROOT, environment, npurun, script, start, without_hint
 from ranks import free_port
 
+from npu_device._src.machine.topology import has_amd_processor
 from npu_device.launch import docs
 from npu_device.launch.arguments import parse
 
@@ -293,6 +294,7 @@ def test_variables_and_table(tmp_path: Path) -> None:
         ),
         (2, "glibc.malloc.check=3", "off", "glibc.malloc.check=3"),
         (1, "", "on", ""),
+        (2, "", "auto", "glibc.cpu.x86_non_temporal_threshold=262144" * has_amd_processor()),
     ],
 )
 def test_large_copies_of_several_ranks_are_written_past_the_cache(

@@ -12,7 +12,7 @@ import pytest
 from launcher import npurun, script
 
 from npu_device._src.machine.core_sets import core_sets, cpus_of, described, threads_of_rank
-from npu_device._src.machine.topology import Machine, Quota, read_machine
+from npu_device._src.machine.topology import Machine, Quota, has_amd_processor, read_machine
 from npu_device._src.wording import ranges
 from npu_device.launch import argument_types, arguments, script_runs, speed
 
@@ -323,3 +323,10 @@ def test_runs_of_verify_and_speed_keep_proxies_and_lose_the_job(
     variables = script_runs._variables()
     assert {"no_proxy", "NPU_DEVICE_SPLIT"} <= variables.keys()
     assert not {"RANK", "TF_CONFIG"} & variables.keys()
+
+
+@pytest.mark.parametrize("vendor, expected", [("AuthenticAMD", True), ("GenuineIntel", False)])
+def test_the_processor_is_told_by_its_vendor(tmp_path: Path, vendor: str, expected: bool) -> None:
+    assert not has_amd_processor(tmp_path)
+    write(tmp_path / "proc/cpuinfo", f"processor\t: 0\nvendor_id\t: {vendor}\n")
+    assert has_amd_processor(tmp_path) is expected

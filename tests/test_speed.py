@@ -92,7 +92,9 @@ def test_two_ranks_that_need_half_of_the_time_are_faster(
     turns = ("--rounds", str(rounds), "--steps", "3")
     path = script(tmp_path, TUNED + source)
     words = ["-n", "2", *turns, "--bind-to", "core", "--json", *options, path]
-    done = npurun("speed", *words, limit=300.0, TF_USE_LEGACY_KERAS=legacy)
+    done = npurun(
+        "speed", *words, limit=300.0, TF_USE_LEGACY_KERAS=legacy, NPU_DEVICE_TUNE_COPIES="on"
+    )
     assert done.returncode == 0, done.stderr.decode()
     report = json.loads(done.stdout)
     assert not list(Path(tempfile.gettempdir()).glob("npu_speed_test*"))

@@ -16,7 +16,7 @@ from npu_device._src.machine.core_sets import (
     described,
     threads_of_rank,
 )
-from npu_device._src.machine.topology import read_machine
+from npu_device._src.machine.topology import has_amd_processor, read_machine
 from npu_device.launch.arguments import Options
 
 _TUNABLE = "glibc.cpu.x86_non_temporal_threshold"
@@ -90,10 +90,13 @@ def tunables_of_ranks() -> dict[str, str]:
     nothing if the user has decided.
 
     A sum in shared memory writes what another rank reads. Where the cores of the ranks share no cache, reading what
-    lies in the cache of another core takes longer than reading it from memory.
+    lies in the cache of another core takes longer than reading it from memory: on AMD's processors. On Intel's it takes
+    as long, and steps get slower (docs/notes.md).
     """
     tunables_of_user = os.environ.get("GLIBC_TUNABLES", "")
-    if environment.NPU_DEVICE_TUNE_COPIES.get() == "off" or _TUNABLE in tunables_of_user:
+    choice = environment.NPU_DEVICE_TUNE_COPIES.get()
+    is_wanted = choice == "on" or (choice == "auto" and has_amd_processor())
+    if not is_wanted or _TUNABLE in tunables_of_user:
         return {}
     # The C library reads it when a process starts, so that a rank can't set it by itself.
     tunables = f"{_TUNABLE}={_PAST_CACHE_BYTES}"

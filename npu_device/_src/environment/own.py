@@ -110,9 +110,9 @@ NPU_DEVICE_SHARD_OPTIMIZER = _common_choice(
     "so itself by `shard_optimizer=`.",
 )
 NPU_DEVICE_TUNE_COPIES = _choice(
-    "on off",
+    "auto on off",
     "whether npurun sets `GLIBC_TUNABLES` for several ranks of a host, so that the C library writes copies of 256 KiB "
-    "and more past the cache. Your own tunables are kept.",
+    "and more past the cache; `auto`: on AMD's processors. Your own tunables are kept.",
 )
 NPU_DEVICE_UNEQUAL_START = _common_choice(
     "repair error ignore",

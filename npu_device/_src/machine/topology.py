@@ -100,6 +100,14 @@ def read_machine(root: Path = Path("/"), cpus: Collection[int] | None = None) ->
     return Machine(tuple(ordered_cores), read_quota(root))
 
 
+def has_amd_processor(root: Path = Path("/")) -> bool:
+    """Return whether this host has a processor of AMD; ``root`` is another one in tests."""
+    try:
+        return "AuthenticAMD" in (root / "proc/cpuinfo").read_text()
+    except OSError:
+        return False
+
+
 def _numa_nodes(root: Path) -> dict[int, int]:
     """Return the NUMA node of each CPU."""
     nodes = {}
