@@ -16,7 +16,6 @@ from collective_bodies import all_to_all, group, in_graph
 from pool import Pool
 
 from npu_device._src.collectives.engines.engines import TwoLevelEngine
-from npu_device._src.collectives.engines.tensorflow import engine as tensorflow_engine
 from npu_device._src.collectives.moves import all_gather, all_gather_v
 from npu_device._src.collectives.ops import all_reduce, broadcast, reduce, reduce_scatter
 from npu_device._src.gradients.reduction import ReductionOptions, reduce_list
@@ -85,12 +84,13 @@ def body_mixed(unknown: int) -> tuple[list[str], Any, Any]:
 
 def body_small_transfers(body: Callable, *arguments: Any) -> Any:
     """Run a body with lists that take several transfers, some of several tensors."""
-    usual = tensorflow_engine.TRANSFER_BYTES
-    tensorflow_engine.TRANSFER_BYTES = 12_000
+    job, _ = group("world")
+    usual = job.engines.tensorflow.transfer_bytes
+    job.engines.tensorflow.transfer_bytes = 12_000
     try:
         return body(*arguments)
     finally:
-        tensorflow_engine.TRANSFER_BYTES = usual
+        job.engines.tensorflow.transfer_bytes = usual
 
 
 @pytest.mark.more_engines("tcp", "mpi", "Open MPI", unknown=[0])

@@ -844,18 +844,15 @@ def test_a_manager_restores_checkpoints_that_are_not_copied(tmp_path: Path) -> N
     assert not list(copies)
 
 
-def test_changed_files_are_looked_for_among_the_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_changed_files_are_looked_for_among_the_first(tmp_path: Path) -> None:
     for name in ("b/one", "b/two", "c/three", "d/four"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     (tmp_path / "b" / "gone").symlink_to("nowhere")
-    # Three files and a folder, another folder, and another one with one file.
-    monkeypatch.setattr(file_shadow, "_MOST_FILES", 4 + 1 + 2)
     folders = [tmp_path / "b", tmp_path, tmp_path / "too many"]
     left = iter(folders)
-    changed = file_shadow.changed_since(0.0, left, tmp_path / "runs")
+    # Three files and a folder, another folder, and another one with one file.
+    changed = file_shadow.changed_since(0.0, left, tmp_path / "runs", 4 + 1 + 2)
     assert changed == [str(tmp_path / name) for name in ("b/one", "b/two", "c/three")]
     assert list(left) == folders[2:]
 

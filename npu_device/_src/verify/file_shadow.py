@@ -370,14 +370,18 @@ class _DirectoryListing(contextlib.ExitStack, Iterator):
         return next(self._files)
 
 
-def changed_since(begin: float, folders: Iterable[Path], runs_folder: Path) -> list[str]:
-    """Return which of the first files below some folders have changed; none of the directory of all runs."""
+def changed_since(
+    begin: float, folders: Iterable[Path], runs_folder: Path, limit: int = _MOST_FILES
+) -> list[str]:
+    """Return which of the first files below some folders have changed; none of the directory of all runs. ``limit``:
+    how many files and folders are looked at.
+    """
     changed = set()
     visited = set()
     file_count = 0
     for root, directories, names in itertools.chain.from_iterable(map(os.walk, folders)):
         # A folder of data may hold millions of files. One folder may lie in the other.
-        if file_count >= _MOST_FILES:
+        if file_count >= limit:
             break
         if root in visited:
             directories.clear()
@@ -388,7 +392,7 @@ def changed_since(begin: float, folders: Iterable[Path], runs_folder: Path) -> l
             for name in directories
             if not name.startswith((".", "__pycache__")) and Path(root, name) != runs_folder
         )
-        for name in names[: _MOST_FILES - file_count]:
+        for name in names[: limit - file_count]:
             path = os.path.join(root, name)
             # A file of another program may vanish at any time, and a link may lead nowhere.
             with contextlib.suppress(OSError):

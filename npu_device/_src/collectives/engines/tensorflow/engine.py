@@ -50,6 +50,7 @@ class TensorFlowEngine:
     def __init__(self, context: EngineContext) -> None:
         self._context = context
         self.kernels = Kernels(context)
+        self.transfer_bytes = TRANSFER_BYTES
 
     def all_reduce(
         self,
@@ -80,7 +81,8 @@ class TensorFlowEngine:
             positions = [position for position, member in enumerate(owners) if member == owner]
             kernel = functools.partial(self.kernels.broadcast, root_rank=owner, group=group)
             move = functools.partial(_with_an_element, kernel)
-            received = _moved([_tensor(tensors[position]) for position in positions], move)
+            own_tensors = [_tensor(tensors[position]) for position in positions]
+            received = _moved(own_tensors, move, self.transfer_bytes)
             for position, tensor in zip(positions, received):
                 results[position] = tensor
         return results
@@ -223,16 +225,19 @@ def _with_an_element(move: _Move, tensor: tf.Tensor) -> tf.Tensor:
 # some sizes only when its graph runs.
 
 
-def _moved(tensors: Tensors, move: _Move) -> TensorList:
-    """Return tensors, of any dtypes, sent through a move of a vector in few large transfers, in order."""
+def _moved(tensors: Tensors, move: _Move, limit: int) -> TensorList:
+    """Return tensors, of any dtypes, sent through a move of a vector in few large transfers, in order; ``limit``: bytes
+    of a transfer of several tensors.
+    """
     counts = list(map(words_of, tensors))
     if len(tensors) == 1:
         # It is one transfer, whatever its size.
         ends = [1]
     elif all(isinstance(count, int) for count in counts):
-        ends = _ends_of_transfers(counts)
+        ends = _ends_of_transfers(counts, limit)
     else:
-        return unpack_words(_moved_in_parts(pack_words(tensors), counts, move), tensors)
+        words = _moved_in_parts(pack_words(tensors), counts, move, limit)
+        return unpack_words(words, tensors)
     results: TensorList = []
     for end in ends:
         transfer = tensors[len(results) : end]
@@ -240,7 +245,7 @@ def _moved(tensors: Tensors, move: _Move) -> TensorList:
     return results
 
 
-def _ends_of_transfers(counts: Sequence[int]) -> list[int]:
+def _ends_of_transfers(counts: Sequence[int], limit: int) -> list[int]:
     """Return for each transfer how many of the tensors, of these numbers of words, have then been sent."""
     ends: list[int] = []
     free = 0
@@ -248,20 +253,22 @@ def _ends_of_transfers(counts: Sequence[int]) -> list[int]:
         size = count * 4
         if not ends or size > free:
             ends.append(position)
-            free = TRANSFER_BYTES
+            free = limit
         ends[-1] = position + 1
         free -= size
     return ends
 
 
-def _moved_in_parts(words: tf.Tensor, counts: Sequence[Count], move: _Move) -> tf.Tensor:
+def _moved_in_parts(
+    words: tf.Tensor, counts: Sequence[Count], move: _Move, limit: int
+) -> tf.Tensor:
     """Return a vector of tensors, of these numbers of words, sent through a move in one part for each transfer.
 
     TensorFlow's collectives match only in the same iteration of the same loop (TensorFlow 2.20), and ranks that know
     the sizes need no loop. So there is a branch for each part that there could be.
     """
     specs = [tf.TensorSpec([], tf.int64), tf.TensorSpec([len(counts)], tf.int64)]
-    number_of_parts, ends = call_now(_ends_in_words, [counts], specs)
+    number_of_parts, ends = call_now(functools.partial(_ends_in_words, limit), [counts], specs)
     bounds = tf.unstack(ends)
     parts = [move(words[: bounds[0]])]
     for position in range(1, len(bounds)):
@@ -274,12 +281,12 @@ def _moved_in_parts(words: tf.Tensor, counts: Sequence[Count], move: _Move) -> t
     return tf.concat(parts, axis=0)
 
 
-def _ends_in_words(counts: np.ndarray) -> list[np.ndarray]:
+def _ends_in_words(limit: int, counts: np.ndarray) -> list[np.ndarray]:
     """Return the number of transfers, and the number of words sent after each of them, as often as there are tensors:
     transfers that there aren't send nothing.
     """
     totals = np.cumsum(counts, dtype=np.int64)
-    ends = _ends_of_transfers(counts.tolist())
+    ends = _ends_of_transfers(counts.tolist(), limit)
     padded = ends + [len(counts)] * (len(counts) - len(ends))
     return [np.array(len(ends)), totals[np.array(padded) - 1]]
 
