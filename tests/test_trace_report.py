@@ -391,7 +391,7 @@ def _schema(sizes: tuple[int, ...], segments: tuple[tuple[int, int], ...]) -> Po
         replace(
             HEADER,
             model=records.model_of(gradients, shapes),
-            backend="tensorflow",
+            engine="tensorflow",
             group="hccl_world_group",
             gradients=gradients,
             segments=segments,

@@ -230,7 +230,7 @@ def _send_less(traces: Sequence[RankTrace], rank: RankFigures) -> str:
 def saved_by_dividing(traces: Sequence[RankTrace], rank: RankFigures) -> float:
     """Return the time of a step that a divided update would save; 0.0 if it is divided, or can't be."""
     # TensorFlow's engine and NCCL have no call for it.
-    has_owners = traces[0].backend in ("shared_memory", "tcp", "mpi")
+    has_owners = traces[0].engine in ("shared_memory", "tcp", "mpi")
     if rank.gather or not has_owners:
         return 0.0
     # In a divided update, each rank updates only its share of the variables.

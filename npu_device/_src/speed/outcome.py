@@ -351,7 +351,7 @@ def _what_would_help(
         savings["NPU_DEVICE_SPLIT=25%,25%,25%,25%, four segments (docs/faster.md)"] = min(
             0.75 * busiest.exposed, busiest.alone
         )
-    if trace.backend == "tensorflow" and sent_per_second(analysis.traces, busiest) > NETWORK:
+    if trace.engine == "tensorflow" and sent_per_second(analysis.traces, busiest) > NETWORK:
         savings["NPU_DEVICE_BACKEND=tcp (docs/engines.md)"] = (1 - _TCP) * busiest.exposed
     return [
         f"{remedy}: up to {gain:.2f} times as fast on {setup.ranks} ranks"

@@ -121,7 +121,7 @@ class RankTrace:
     # The uncertainty of that; 0 on the host of rank 0, None when it could not be measured.
     clock_error_us: float | None
     model: str = ""
-    backend: str = ""
+    engine: str = ""
     group: str = ""
     # In the order of production; gradients of one segment stand together.
     gradients: tuple[GradientRecord, ...] = ()
@@ -141,6 +141,8 @@ class RankTrace:
         """Return the first line of the file; the iterations follow one by one."""
         header = asdict(self)
         del header["iterations"]
+        # Its name in the files, which other versions read.
+        header["backend"] = header.pop("engine")
         return {"version": VERSION, **header}
 
 
@@ -189,6 +191,7 @@ def _trace(fields: dict[str, Any], iterations: list[Iteration]) -> RankTrace:
     version = fields.pop("version")
     if version != VERSION:
         raise ValueError(f"a trace of version {version}; this package reads version {VERSION}")
+    fields["engine"] = fields.pop("backend", "")
     fields["gradients"] = tuple(GradientRecord(**gradient) for gradient in fields["gradients"])
     fields["segments"] = tuple((low, high) for low, high in fields["segments"])
     in_order = sorted(iterations, key=lambda iteration: iteration.iteration)

@@ -381,7 +381,7 @@ def traced_reduction(
     trace = replace(
         tracer.head,
         model=model_of(records, [gradient.shape for gradient in ordered]),
-        backend=engine_name(job, group, [gradient.dtype for gradient in ordered]),
+        engine=engine_name(job, group, [gradient.dtype for gradient in ordered]),
         group=group.name,
         gradients=tuple(records),
         segments=tuple((low, high - 1) for low, high in zip([0, *ends], ends)),
