@@ -166,9 +166,9 @@ class HostQueue:
                 started.program = channel.run(started.make_rounds(channel), head_of(started.terms))
             if not channel.advance(started.program, wait):
                 return False
-        except Mismatch as error:
+        except Mismatch:
             # All members see the mismatch in the same step, so the channel stays usable.
-            started.error = error
+            started.error = self._mismatch(started)
         except BaseException as error:
             started.error = error
             # The members are no longer at the same step, so that the channel is useless.
@@ -181,6 +181,14 @@ class HostQueue:
             started.ended_at = time.time_ns()
             self._ended.notify_all()
         return True
+
+    def _mismatch(self, started: StartedTransfer) -> BaseException:
+        """Return the error for calls that differ. In a graph it stops the rank, before the next segment is started."""
+        try:
+            return started.terms.error_for_mismatch(started.position)
+        except BaseException as error:
+            self._broken = error
+            return error
 
     def finish(self, started: StartedTransfer) -> Finished:
         """Wait for a transfer, and return its results; to be called once."""
@@ -197,8 +205,6 @@ class HostQueue:
                         self._advance_first(Wait.SPINNING)
             # Transfers that were started meanwhile could not publish while this thread had the lock.
             self._publish()
-            if isinstance(started.error, Mismatch):
-                raise started.terms.error_for_mismatch(started.position)
             if started.error is not None:
                 raise started.error
             return started.ended_at, started.results
