@@ -186,25 +186,33 @@ MEETS = """
     """
 
 
+# With three nodes, ranks of two can't meet before the third process has come.
 DO_NOT_MEET = {
-    "--master-addr and --master-port": ["-n 1 --node-rank 1"],
-    "its own --node-rank": ["-n 1 --node-rank 0", *["-n 1 --node-rank 1"] * 2],
-    "the same -n": ["-n 2 --node-rank 0", "-n 1 --node-rank 1"],
+    "--master-addr and --master-port": ["--nnodes 2 -n 1 --node-rank 1"],
+    "its own --node-rank": [
+        "--nnodes 3 -n 1 --node-rank 0",
+        *["--nnodes 3 -n 1 --node-rank 1"] * 2,
+    ],
+    "the same -n": ["--nnodes 2 -n 2 --node-rank 0", "--nnodes 2 -n 1 --node-rank 1"],
 }
 
 
 def test_nodes_that_do_not_meet_are_told_of_options(tmp_path: Path) -> None:
     meets = script(tmp_path, MEETS)
-    options = ("--master-addr", "127.0.0.1", "--nnodes", "2", "--grace", "1")
     launches = {}
     for says, nodes in DO_NOT_MEET.items():
-        job = (*port(), *options)
+        job = (*port(), "--master-addr", "127.0.0.1", "--grace", "1")
+        # A node alone waits for its limit; ranks that contradict each other end once all have come.
+        seconds = str(3 if len(nodes) == 1 else LIMIT)
         launches[says] = [
-            start(*job, *node.split(), meets, HCCL_CONNECT_TIMEOUT="3") for node in nodes
+            start(*job, *node.split(), meets, HCCL_CONNECT_TIMEOUT=seconds) for node in nodes
         ]
-    for says, started in launches.items():
-        outputs = [launch.communicate(timeout=LIMIT)[1].decode() for launch in started]
-        assert any(says in text.partition("What to do: ")[2] for text in outputs), outputs
+    outputs = {
+        says: [launch.communicate(timeout=LIMIT)[1].decode() for launch in started]
+        for says, started in launches.items()
+    }
+    for says, texts in outputs.items():
+        assert any(says in text.partition("What to do: ")[2] for text in texts), texts
 
 
 def test_ctrl_c_while_a_host_does_not_answer(tmp_path: Path) -> None:
