@@ -186,7 +186,7 @@ def test_used_before_open_where_no_engine_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(CHOSEN_BACKEND is not None, reason="chooses the backends itself")
 def test_a_dead_proxy_in_the_environment(tmp_path: Path) -> None:
-    """gRPC would reach the other ranks through it. ``test_point_to_point`` has MPI."""
+    """gRPC would reach the other ranks through it. ``mpi_ranks`` sets one for MPI."""
     limits = {
         "NPU_DEVICE_STALL_WARNING": "2",
         "NPU_DEVICE_STALL_TIMEOUT": "4",

@@ -140,9 +140,9 @@ PROGRESS_PAUSE_SECONDS = 5.0  # between two of them at the least, as its guide a
 LEAST_INPUT_WAIT_SECONDS = 0.01
 FIRST_SAVE_CHECK_SECONDS = 0.5  # until a rank asks again how far rank 0 is, at first
 LONGEST_SAVE_CHECK_SECONDS = 5.0  # until a rank asks again after a long wait
-SAVE_ANSWER_SECONDS = 10.0  # for rank 0's answer to that
+SAVE_ANSWER_SECONDS = 10.0  # for the rank that writes to tell whether it sees a file
 SAVE_LEFT_SECONDS = 1.0  # for news of a rank that has left
-SAVE_PAUSE_SECONDS = 0.05  # between two looks at files
+SAVE_PAUSE_SECONDS = 0.05  # between two questions how far a save is
 # For comparing the variables at the end of a rank; what is left then isn't compared.
 LAST_WORD_SECONDS = 0.7
 # A launcher and the cluster manager may both send a preemption signal.

@@ -69,7 +69,7 @@ def reduce(job: Job, tensor: tf.Tensor, reduction: str, root_rank: int, group: G
     meaning can't be mistaken for a result. Sum and mean of floating-point tensors are differentiable: every rank's
     gradient is the incoming gradient of the root, or its share.
 
-    TensorFlow can't reduce to one rank only: between hosts this moves as many bytes as ``all_reduce``.
+    TensorFlow can't reduce to one rank only: its engine moves as many bytes as for ``all_reduce``.
     """
     require_reduction("reduce", tensor.dtype, reduction)
     require_member("root_rank", root_rank, group)

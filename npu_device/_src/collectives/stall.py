@@ -26,7 +26,7 @@ _MOST_LINES = 32
 
 
 class StallWatch:
-    """One thread that checks all groups, and answers the other ranks' questions. It ends with the job.
+    """A thread that checks all groups until the job ends; that of the channel answers the other ranks' questions.
 
     Args:
         groups: made by the script of this rank, by name.

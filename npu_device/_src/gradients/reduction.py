@@ -50,7 +50,7 @@ class ReductionOptions:
     reduction: str
     # 0 sends each tensor alone, 1 cuts by the split strategy, 2 makes one segment per dtype.
     fusion: int = 1
-    fusion_id: int = -1  # -1; with ``fusion=2`` also any number from 0
+    fusion_id: int = -1  # any number with ``fusion=0``, -1 with 1, from 0 with 2
     # The 16 bits that are sent of float32 and float64, which are added up in their own dtype.
     compression: str | None = None
     # Add up the rows of ``tf.IndexedSlices`` that have the same index, where their user does so anyway.

@@ -33,8 +33,8 @@ COVERED = (
 _SYSTEM = ("/dev/", "/proc/", "/sys/")
 _REMOVERS = ("remove", "unlink", "rmdir", "DeleteFile", "DeleteRecursively")
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
-# Functions and methods, by what they do to the path that they are given. Only "change" begins with a copy of the user's
-# file; "open" does if the mode allows to write. Those of "write second" get the path as their second argument.
+# Functions and methods, by what they do to the path that they are given. "change" begins with a copy of the user's
+# file, "open" if the mode allows to write, "manage" with a part of it. "write second" has the path as second argument.
 _CALLS = {
     "open": "builtins.open io.open os.open h5py.File.__init__ gfile.WritableFile",
     "read": "os.stat os.lstat os.access os.readlink os.link os.symlink os.listxattr os.getxattr os.statvfs "

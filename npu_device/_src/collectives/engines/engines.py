@@ -155,8 +155,8 @@ class TwoLevelEngine:
         """Return the results of a segment on the lowest rank of each host, and values of their shapes on the others.
         The ranks between the hosts take the mean, of whole sums.
 
-        With ``lowest_ranks``, the rank between the hosts to which each tensor goes, return the
-        results of this host's tensors.
+        With ``lowest_ranks``, the rank between the hosts to which each tensor goes, return the results of this host's
+        tensors.
         """
         host, between = self._levels(group)
         dtype = reduced_dtype(segment[0].dtype, reduction)

@@ -56,9 +56,9 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
             less data; from ``fit``.
 
     Call ``fit`` with the same arguments again. It starts in the epoch of the checkpoint, whose finished steps read
-    their batches and call other callbacks, but compute nothing. Then weights, optimizers, learning rates, metrics and
-    random states are those of the checkpoint, and so is what callbacks remember: those of Keras, and those of the
-    script that have ``get_state()`` and ``set_state(state)``, for states of numbers, strings and arrays.
+    their batches, but compute nothing. Then weights, optimizers, learning rates, metrics and random states are those of
+    the checkpoint, and so is what callbacks remember: those of Keras, and those of the script that have ``get_state()``
+    and ``set_state(state)``, for states of numbers, strings and arrays. Until then, only other callbacks are called.
 
     Put it after callbacks that change the model when ``fit`` ends (``EarlyStopping(restore_best_weights=True)``). With
     a seed that is set before the data are made, the batches come in the same order again; if not, a warning tells it.

@@ -142,7 +142,7 @@ class Loops:
 
     def __init__(self) -> None:
         self._by_samples = False
-        # The same as ``_was_uneven``, as a variable: functions are traced before it is known.
+        # The same as ``_by_samples``, as a variable: functions are traced before it is known.
         self._in_graphs: Any = None
         # The ranks' numbers of samples differed in the last eager backward pass.
         self._was_uneven = False

@@ -205,8 +205,7 @@ class DryStep:
         """Run the step on all parts of a batch, as ranks that exchange what it exchanges."""
         # Each run of a batch starts alone; what an earlier batch exchanged means nothing to it.
         self._world.forget()
-        # A chain of exchanges settles one link per run, and one more run shows that nothing changes
-        # any more.
+        # A chain of exchanges settles one link per run, and one more run shows that nothing changes any more.
         for _ in range(len(self._world.sent) + 2):
             runs = [self._run(part) for part in parts]
             if len(parts) == 1 or self._world.deliver([sent for _, sent in runs]):

@@ -61,8 +61,7 @@ def check(context: StepContext, batch: Any) -> str:
     else:
         with _nothing_drawn():
             own_verdict = _verdict(context, batch)
-    # All ranks take part, whatever they have found: an error on one would leave the others waiting
-    # here.
+    # All ranks take part, whatever they have found: an error on one would leave the others waiting here.
     gathered = world.objects(tuple(own_verdict), "first-step check")
     verdicts = [_RankVerdict(*fields) for fields in gathered]
     wrong = [rank for rank, verdict in enumerate(verdicts) if verdict.error]

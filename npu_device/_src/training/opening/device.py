@@ -153,7 +153,7 @@ def open(device_id: int | None = None, seed: int | None = None) -> NpuDeviceHand
             return open(device_id)
         _handle = NpuDeviceHandle(cluster.device_id, cluster.world_size, cluster.rank)
     _tf_config = environment.TF_CONFIG.raw()
-    # Options can't change any more: they are read from now on.
+    # The options have been read: the first one that is set from now on warns.
     global_options().freeze()
     _set_seed(seed)
     return _handle
@@ -317,8 +317,7 @@ def _begin(job: Job, trace_settings: Settings | None, seed: int | None) -> None:
             trace.start(job, trace_settings)
             # Rank 0 writes the report on all ranks.
             job.serves_others = job.serves_others or job.cluster.rank == 0
-            # Functions run at exit in reverse order: the job closes before the cluster, which has registered its own
-            # shutdown already.
+            # Functions run at exit in reverse order: after this one, the job's own has nothing left to close.
             atexit.register(close)
         job.add(LastWord(job))
         job.add(SessionEnds(job))

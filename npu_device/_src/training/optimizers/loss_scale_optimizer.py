@@ -88,8 +88,7 @@ class NpuLossScaleOptimizer:
         inner = config.pop("inner_optimizer")
         if isinstance(inner, dict):
             inner = tf.keras.optimizers.deserialize(inner, custom_objects=custom_objects)
-        # The public class, which chooses the family anew: the inner optimizer may be of another
-        # Keras.
+        # The public class, which chooses the family anew: the inner optimizer may be of another Keras.
         public_class: Any = next(base for base in cls.__mro__ if not issubclass(base, _KerasFamily))
         return public_class(inner, **config)
 
@@ -278,8 +277,7 @@ class _Keras3Family(_KerasFamily):
 
     def get_unscaled_gradients(self, gradients: Any) -> list:
         """Return the gradients divided by the scale, or ``None``, which ``apply_gradients`` then takes as they are."""
-        # Remembered until ``scale_loss`` is called again: which of the two the script uses is its
-        # own choice.
+        # Remembered until ``scale_loss`` is called again: which of the two the script uses is its own choice.
         self._takes_scaled_gradients = False
         scale = self.loss_scale
         return [unscaled(gradient, scale) for gradient in gradients]

@@ -83,7 +83,6 @@ class Audit:
 
     def step(self, variables: Sequence, optimizer: Any = None, pair: Pair | None = None) -> None:
         """Count a step, and audit it, if it is time, before later updates; ``pair`` is one of its gradients."""
-        # Unless the optimizer is known, the ranks may have the variables in different orders.
         self._schedule.step(lambda count: self._audit_now(count, variables, optimizer, pair))
 
     def _audit_now(self, count: Any, variables: Sequence, optimizer: Any, pair: Pair | None) -> Any:

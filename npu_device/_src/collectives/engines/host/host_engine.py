@@ -1,10 +1,11 @@
 """The transfers that Python moves: rounds on arrays, behind two TensorFlow operations.
 
 In a tf.function each segment of a list is a start, which passes the memory of its tensors and never waits for other
-ranks, and a finish, which waits; a single transfer is one operation. Starts run in the order of the program, also in
-loops, and so do finishes. Every rank starts in the same order, so any number of threads suffices: the first transfer
-that some rank hasn't started yet can't be blocked by a finish, nor by a single transfer, which all ranks have begun. A
-list of segments is started as backward produces it and finished when all of it is started.
+ranks, and a finish, which waits; a single transfer is one operation, but for send and receive. Starts run in the order
+of the program, also in loops, and so do finishes. Every rank starts in the same order, so any number of threads
+suffices: the first transfer that some rank hasn't started yet can't be blocked by a finish, nor by a single transfer,
+which all ranks have begun. A list of segments is started as backward produces it, and finished when all of it has
+started.
 
 In eager mode both happen at once, without a TensorFlow operation.
 """
@@ -178,8 +179,7 @@ class HostEngine(ArrayEngine):
         size = group.size
 
         def prepare(arrays: ArrayList, buffers: BufferPool) -> Prepared:
-            # Allocated here, at the start: only the arrays are known then, and in a graph the shape
-            # may be dynamic.
+            # Allocated at the start: the arrays are known only then, and in a graph the shape may be dynamic.
             rows = buffers.array((size, arrays[0].shape[-1]), arrays[0].dtype)
             return partial(rounds, rows=arrays[0], result=rows), [rows]
 

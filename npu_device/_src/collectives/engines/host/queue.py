@@ -39,7 +39,7 @@ from npu_device._src.threads import start_thread
 
 Prepared = tuple[Callable, ArrayList]
 """What makes the rounds of a transfer, ``make_rounds(channel)``, and the arrays that the rounds fill. Between two
-ranks, the first is what makes their ``transfers.PairTransfer``.
+ranks, the first is what makes their ``PairTransfer``.
 """
 
 Finished = tuple[int, ArrayList]
@@ -174,8 +174,7 @@ class HostQueue:
             # The members are no longer at the same step, so that the channel is useless.
             self._broken = self._broken or error
         self._queue.popleft()
-        # The program holds views of the results; without it they are free as soon as the caller
-        # drops them.
+        # The program holds views of the results; without it they are free as soon as the caller drops them.
         started.program = None
         with self._ended:
             started.ended_at = time.time_ns()
