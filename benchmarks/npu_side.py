@@ -21,7 +21,7 @@ from npu_device._src.training.watching.schedule import only_building
 
 
 class NpuSide:
-    """One rank of a job of this package; the environment chooses the backend. Without one, a process alone."""
+    """One rank of a job of this package; the environment chooses the engine. Without one, a process alone."""
 
     def __init__(self, rank: int, ranks: int) -> None:
         npu.open().as_default()

@@ -66,7 +66,7 @@ def wrong_refusals(*cases: tuple[Any, ...]) -> list[str]:
 
 @contextlib.contextmanager
 def small_data_in_messages() -> Iterator[int]:
-    """Let messages carry small data on TensorFlow's backend, as for users; the pools' ranks send all data through it.
+    """Let messages carry small data on TensorFlow's engine, as for users; the pools' ranks send all data through it.
     Yield the largest size of a rank's data in a message, in bytes.
     """
 

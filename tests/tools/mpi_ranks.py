@@ -87,7 +87,7 @@ class Started:
 
 
 class MpiPool(Pool):
-    """Ranks that one ``mpiexec`` has started, on MPI's backend: Open MPI's if its variables are given, or MPICH's."""
+    """Ranks that one ``mpiexec`` has started, on MPI's engine: Open MPI's if its variables are given, or MPICH's."""
 
     def __init__(self, size: int, keras: str, **environment: str) -> None:
         pytest.importorskip("mpi4py")

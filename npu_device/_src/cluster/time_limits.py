@@ -1,6 +1,6 @@
 """How long the ranks of a job, and its hub, wait for each other: every limit that no environment variable sets.
 
-All are in seconds. What users set is in ``environment``, such as ``NPU_DEVICE_STALL_TIMEOUT``.
+Each name has its unit. What users set is in ``environment``, such as ``NPU_DEVICE_STALL_TIMEOUT``.
 """
 
 from __future__ import annotations

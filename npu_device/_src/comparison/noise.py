@@ -1,5 +1,5 @@
-"""What is random in a training is silenced while trainings are compared, and inputs are changed in their last bit; here
-and in ``npu_device.testing``.
+"""What is random in a training is silenced while ``npurun verify`` and ``npu_device.testing`` compare trainings, and
+inputs are changed in their last bit.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def noisy_layers(keras: Any) -> list:
 
 
 def quiet(call: Callable, tell: Callable[[Any], None] = lambda layer: None) -> Callable:
-    """Return the ``call`` of a layer as it is outside training; ``tell`` is called with a layer that would train."""
+    """Return the ``call`` of a layer as it is outside training; ``tell`` is called with the layer."""
     signature = inspect.signature(call)
 
     @functools.wraps(call)

@@ -131,7 +131,7 @@ def _cut_by_environment(sizes: Sequence[int], group: str) -> list[int] | None:
     split = environment.NPU_DEVICE_SPLIT.get()
     if split is None:
         return None
-    # Percentages replaced this value in 0.2.0, and 0.3.0 dropped it.
+    # Percentages replace this value since 0.2.0.
     if split == "auto":
         text = (
             "NPU_DEVICE_SPLIT=auto has no effect any more: saved splits are gone. What to do: set it to the "

@@ -1,4 +1,4 @@
-"""Names that aren't imported: a layer, whose class is made at its first use, and those that aren't offered."""
+"""Names that are imported at their first use, and those that aren't offered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replicates each Keras model of a script at its first ``fit``, ``evaluate``, ``predict`` or ``train_on_batch``.
+"""Replicates each Keras model of a script at its first ``fit``, ``evaluate``, ``predict`` or ``…_on_batch``.
 
 It wraps methods of the Keras classes, in a process whose user has asked for it.
 """

@@ -135,7 +135,7 @@ class Speedup:
 
     @property
     def is_settled(self) -> bool:
-        """Return True if further rounds would change neither the verdict nor, by much, the ratio."""
+        """Return True if few rounds were wanted, or more would change neither the verdict nor, by much, the ratio."""
         if self.rounds < LEAST_ROUNDS:
             return True
         if self.low <= 1 <= self.high:

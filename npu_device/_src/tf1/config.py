@@ -1,4 +1,4 @@
-"""Session configurations that carry Ascend's custom optimizer "NpuOptimizer", and which of its parameters count here.
+"""Session configurations with Ascend's custom optimizer "NpuOptimizer", and which of its parameters become options.
 
 TensorFlow skips custom optimizers that it doesn't know, and its own graph optimizers run as usual.
 """
@@ -21,7 +21,7 @@ RewriterConfig = compat.rewriter_config_pb2.RewriterConfig
 
 _NAME = "NpuOptimizer"
 
-# The parameters that have an effect here: the field that holds the value, and the matching option.
+# The parameters that become options: the field that holds the value, and the matching option.
 _OPTIONS = {
     "hcom_parallel": ("b", "hcom_parallel"),
     "profiling_mode": ("b", "profiling_config.enable_profiling"),
@@ -47,8 +47,8 @@ def npu_session_config_init(session_config: Any = None) -> Any:
 
     Args:
         session_config: a ``tf.compat.v1.ConfigProto``, which is changed; anything else counts as a new one. Parameters
-            of the optimizer that have an effect here take it from now on. If the job is open, settings that it leaves
-            out are the GPU and the threads of this rank.
+            of the optimizer for collectives, tracing and tuning become options. If the job is open, settings that it
+            leaves out are the GPU and the threads of this rank.
 
     Raises:
         ValueError, TypeError: a parameter that is read has a value that ``npu.global_options()`` refuses.
@@ -189,7 +189,7 @@ def add_resources(config: Any) -> None:
 
 
 def copy_parameters(config: Any) -> None:
-    """Copy the parameters of "NpuOptimizer" that have an effect here, if it has them, to ``npu.global_options()``."""
+    """Copy the parameters of "NpuOptimizer" that become options, if it has them, to ``npu.global_options()``."""
     optimizer = _optimizer_of(config)
     if optimizer is None:
         return

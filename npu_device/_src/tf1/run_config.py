@@ -162,9 +162,9 @@ class NPURunConfig(_RunConfig):
             that this package doesn't know. TensorFlow's own (``model_dir``, ``save_checkpoints_steps``,
             ``session_config`` …) have TensorFlow's meaning; a checkpoint is kept every 100 steps when neither steps
             nor seconds are given.
-            ``hcom_parallel``, ``profiling_config``, ``aoe_mode`` and ``work_path`` count as the options of
-            ``npu.global_options()``; ``horovod_mode`` keeps ``NPUEstimator`` from broadcasting. The others are
-            recorded.
+            ``hcom_parallel``, ``profiling_config``, ``aoe_mode``, ``aoe_config_file`` and ``work_path`` count as the
+            options of ``npu.global_options()``; ``horovod_mode`` keeps ``NPUEstimator`` from broadcasting. The others
+            are recorded.
 
     Raises:
         ValueError: ``iterations_per_loop`` isn't an integer from 1, or isn't 1 together with ``mix_compile_mode``;

@@ -1,1 +1,1 @@
-"""Records the times of the parts of a training step. Reading them is left to ``report``."""
+"""Records the times of the parts of a training step. What they mean is left to ``report``."""
