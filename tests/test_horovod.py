@@ -520,6 +520,18 @@ WITHOUT_TENSORFLOW = """
         except ImportError as error:
             print(error)
 """
+IMPORTED_NAMES = """
+    for line in (
+        "from horovod.tensorflow import elastic",
+        "import horovod.tensorflow.keras.elastic",
+        "from horovod.keras import BestModelCheckpoint",
+        "from horovod.keras import misspelt",
+    ):
+        try:
+            exec(line)
+        except ImportError as error:
+            print(error, end="; ")
+"""
 
 
 def test_module_that_runs_a_script(tmp_path: Path) -> None:
@@ -532,6 +544,18 @@ def test_module_that_runs_a_script(tmp_path: Path) -> None:
         "npu_device has no horovod.mxnet.",
     ]
     assert "torchrun" in done.stdout and "npurun docs from_horovod" in done.stdout
+
+
+def test_imports_of_names_that_are_not_offered_have_a_remedy(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "npu_device.horovod", script(tmp_path, IMPORTED_NAMES)]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    elastic = "npurun --max-restarts with npu.train.FitCheckpoint"
+    _, first, second, third = done.stdout.split("npu_device has no ")
+    assert first.startswith("horovod.tensorflow.elastic.\n") and elastic in first
+    assert second.startswith("horovod.tensorflow.keras.elastic.\n") and elastic in second
+    assert third.startswith("horovod.keras.BestModelCheckpoint.\n") and "save_best_only" in third
+    assert "cannot import name 'misspelt'" in third
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ Position = dict[str, Any]
 
 _LARGEST = 0x7FFFFFFF
 _MOST_DESTROYED = 100  # groups whose number of transfers is remembered
-_TRANSFER = {"collective": "a transfer of data", "line": "TensorFlow's backend"}
+_TRANSFER = {"collective": "a transfer of data", "line": "TensorFlow's engine"}
 
 
 class HostTransferCount:

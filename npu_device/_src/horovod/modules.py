@@ -24,14 +24,30 @@ __version__ = "0.28.1"
 
 _HOROVOD = "horovod"
 _OWN_PACKAGE = "npu_device.horovod"
-_INSTEAD = {
+_OTHER_MODULES = {
     "torch": "for PyTorch, use torch.distributed with DistributedDataParallel, started by torchrun",
-    "mxnet": "MXNet isn't supported",
+    "mxnet": "MXNet isn't supported; use the Horovod that its scripts were written for",
     "spark": "inside a Spark barrier stage, call npu.open() in each task (npurun docs clusters)",
     "ray": "start one task per rank with Ray, and call npu.open() in each (npurun docs clusters)",
     "runner": "start the script with npurun -np N -H a:2,b:2 --horovod train.py",
 }
 PAGE = "npurun docs from_horovod"
+_SETS = "make a group with hccl.manage.api.create_group, and call npu.distribute.all_reduce(..., group=...)"
+_TIMELINE = "HOROVOD_TIMELINE=FILE, or npurun --trace DIR"
+OTHER_NAMES = {
+    "global_process_set": "leave process_set out",
+    "ProcessSet": _SETS,
+    "add_process_set": _SETS,
+    "remove_process_set": _SETS,
+    "join": "give every rank the same number of steps; npu.distribute.weighted_mean takes ranks without samples",
+    "elastic": "npurun --max-restarts with npu.train.FitCheckpoint (npurun docs reliability)",
+    "BestModelCheckpoint": "ModelCheckpoint(file, save_best_only=True) of Keras on rank 0, after MetricAverageCallback",
+    "start_timeline": _TIMELINE,
+    "stop_timeline": _TIMELINE,
+    "cross_rank": "hvd.rank() // hvd.local_size(), if hosts are alike",
+    "cross_size": "hvd.size() // hvd.local_size(), if hosts are alike",
+}
+"""What to use instead of names of Horovod's modules that aren't offered."""
 
 
 def variables(inherited: Mapping[str, str]) -> dict[str, str]:
@@ -96,7 +112,11 @@ class _Finder:
         submodule = own_name.removeprefix(f"{_OWN_PACKAGE}.")
         if submodule == own_name:
             return None
-        instead = _INSTEAD.get(submodule.split(".", 1)[0])
+        package, _, last_name = submodule.rpartition(".")
+        instead = _OTHER_MODULES.get(submodule.split(".", 1)[0])
+        # ``from horovod.tensorflow import elastic`` looks for a module if the package has no such name.
+        if instead is None and package:
+            instead = OTHER_NAMES.get(last_name)
         if instead is None and is_of_horovod and importlib.util.find_spec(own_name) is None:
             instead = (
                 "the modules are horovod.tensorflow, horovod.tensorflow.keras and horovod.keras; see "

@@ -4,23 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from npu_device._src.horovod.modules import PAGE
-
-_SETS = "make a group with hccl.manage.api.create_group, and call npu.distribute.all_reduce(..., group=...)"
-_TIMELINE = "HOROVOD_TIMELINE=FILE, or npurun --trace DIR"
-_INSTEAD = {
-    "global_process_set": "leave process_set out",
-    "ProcessSet": _SETS,
-    "add_process_set": _SETS,
-    "remove_process_set": _SETS,
-    "join": "give every rank the same number of steps; npu.distribute.weighted_mean takes ranks without samples",
-    "elastic": "npurun --max-restarts with npu.train.FitCheckpoint (npurun docs reliability)",
-    "BestModelCheckpoint": "ModelCheckpoint(file, save_best_only=True) of Keras on rank 0, after MetricAverageCallback",
-    "start_timeline": _TIMELINE,
-    "stop_timeline": _TIMELINE,
-    "cross_rank": "hvd.rank() // hvd.local_size(), if hosts are alike",
-    "cross_size": "hvd.size() // hvd.local_size(), if hosts are alike",
-}
+from npu_device._src.horovod.modules import OTHER_NAMES, PAGE
 
 
 def __getattr__(name: str) -> Any:
@@ -36,6 +20,6 @@ def __getattr__(name: str) -> Any:
 
         return run
     instead = ""
-    if name in _INSTEAD:
-        instead = f"\nWhat to do: {_INSTEAD[name]}."
+    if name in OTHER_NAMES:
+        instead = f"\nWhat to do: {OTHER_NAMES[name]}."
     raise AttributeError(f"npu_device's horovod has no {name!r} ({PAGE}).{instead}")

@@ -32,7 +32,7 @@ def _notes(analysis: Analysis) -> list[str]:
     numbers = [iteration.iteration for iteration in trace.iterations]
     lines = [
         f"{len(trace.gradients)} gradients, {size}, in {segments}; {trace.world_size} ranks on {hosts}, "
-        f"group {trace.group!r}, backend {trace.engine}",
+        f"group {trace.group!r}, engine {trace.engine}",
         f"medians of {len(numbers)} iterations, from number {numbers[0]} to {numbers[-1]}",
         _clocks(analysis.traces),
     ]

@@ -148,7 +148,7 @@ def statement(
         f"  global batch   {_samples_per_rank(rows, world.size)}; {steps_in_words} steps per epoch",
         f"  learning rate  {rates}, as given, not scaled by the number of ranks",
         *_divided_updates(world, model),
-        f"  backend        {explained(world.job, world.group)}; {threads} per rank",
+        f"  engine         {explained(world.job, world.group)}; {threads} per rank",
     ]
     if xla.compiles_call(model):
         lines.append("  XLA            compiles the model's forward and backward pass")
