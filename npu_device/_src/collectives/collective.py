@@ -210,5 +210,6 @@ def _require_no_xla(job: Job, call: Call) -> None:
             f"rank {job.cluster.rank}: {call.collective} was called at {call.line} in a function that XLA compiles "
             "(jit_compile=True), where a rank can't wait for the others.\n"
             "What to do: leave jit_compile out of tf.function; pass jit_compile=False to model.compile (on a GPU, "
-            "Keras 3 turns XLA on by itself); or use npu.distribute.replicate(model), which has XLA compile no collective."
+            "Keras 3 turns XLA on by itself); or use npu.distribute.replicate(model), which keeps collectives out of "
+            "XLA."
         )
