@@ -137,6 +137,14 @@ def test_another_order_on_each_rank_becomes_rank_0s(
     assert ["Rank 0's batches are sent to all" in text for text in said] == [True]
 
 
+@pytest.mark.parametrize("kind", ["sparse", "ragged"])
+def test_rows_in_another_order_become_rank_0s(
+    keras_two_ranks: Pool, keras_single: Pool, kind: str
+) -> None:
+    [alone] = keras_single.run(fit_bodies.body_unshuffled_rows, kind)
+    same(keras_two_ranks.run(fit_bodies.body_unshuffled_rows, kind), [alone, alone])
+
+
 def test_logs_that_are_no_mean_are_named(keras_two_ranks: Pool) -> None:
     for rank, found in enumerate(keras_two_ranks.run(fit_step_bodies.body_logs)):
         assert found["number"] == [0.5]  # the mean
