@@ -265,3 +265,13 @@ def test_what_is_replaced_is_listed(keras_two_ranks: Pool) -> None:
 def test_a_step_that_fails_as_it_starts_replaces_nothing(keras_two_ranks: Pool) -> None:
     for outcome in keras_two_ranks.run(fit_step_bodies.body_failing_start):
         assert outcome == ("RuntimeError: broken", set(), set())
+
+
+def test_a_replication_that_fails_replaces_nothing(keras_two_ranks: Pool) -> None:
+    for errors, left, error, replaced in keras_two_ranks.run(
+        fit_step_bodies.body_failing_replication
+    ):
+        assert (errors, left) == (["RuntimeError: broken"] * 2, set())
+        # A setting of a layer that is called like a method isn't one.
+        assert error == ""
+        assert {"fit", "train_step", "save", "_npu_replica"} <= replaced
