@@ -5,6 +5,8 @@ message says what can't be divided.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import types
 from pathlib import Path
 from typing import Any
@@ -543,7 +545,37 @@ def body_statement(kind: str) -> list[str]:
     optimizers = keras.optimizers.legacy if kind == "legacy" else keras.optimizers
     model.compile(optimizers.SGD(schedule), "mse")
     npu.distribute.replicate(model)
-    return start.statement(current_world(), model, 8, 1, "checked")
+    return start.statement(current_world(), model, [model.optimizer], 8, 1, "checked")
+
+
+def body_rates(kind: str) -> list[str]:
+    """Return the lines of the statement of a ``fit`` about learning rates; ``kind`` says whose the step is."""
+    keras = tf.keras
+
+    def step(self: Any, data: Any) -> Any:
+        x, y = data
+        logs = {}
+        for name, optimizer in (("first", self.first), ("last", self.second)):
+            layer = self.get_layer(name)
+            logs[name] = descend(layer, lambda: tf.reduce_mean((self(x) - y) ** 2), optimizer)
+        return logs
+
+    used_before = keras.Sequential([keras.Input([4]), keras.layers.Dense(4)], name="first")
+    used_before.compile(keras.optimizers.Adagrad(0.5), "mse")
+    npu.distribute.replicate(used_before).fit(np.ones([8, 4]), np.ones([8, 4]), verbose=0)
+    if kind == "script":
+        model = _model(step, used_before)
+        model.compile()  # with an optimizer that never steps
+        model.first, model.second = keras.optimizers.SGD(0.25), keras.optimizers.Adam(0.125)
+    else:
+        model = _model(None, used_before)
+        model.compile(keras.optimizers.SGD(0.25), "mse")
+    x, y = _data(8)
+    errors = io.StringIO()
+    with settings({"NPU_DEVICE_STATEMENT": "on"}), contextlib.redirect_stderr(errors):
+        npu.distribute.replicate(model).fit(x, y, verbose=0)
+    lines = errors.getvalue().splitlines()
+    return [line for line in lines if line.startswith("  learning rate ")]
 
 
 KERAS_2, KERAS_3 = pytest.mark.only_keras("2"), pytest.mark.only_keras("3")
@@ -631,3 +663,13 @@ def test_the_statement_tells_batch_and_learning_rate(keras_two_ranks: Pool, kera
         )
         [about] = [line for line in lines if line.startswith("  batch norm ")]
         assert "1 layer (one)" in about and "synchronized=True" in about
+
+
+@pytest.mark.parametrize(
+    ("kind", "rates"), [("script", "0.25 (SGD), 0.125 (Adam)"), ("Keras", "0.25 (SGD)")]
+)
+def test_the_statement_lists_optimizers_that_step(
+    keras_two_ranks: Pool, kind: str, rates: str
+) -> None:
+    expected = f"  learning rate  {rates}, as given, not scaled by the number of ranks"
+    assert keras_two_ranks.run(body_rates, kind) == [[expected], []]

@@ -197,6 +197,38 @@ SEEN = {
         " def draw(*rng):\n     return rng()\n" + FIT,
         "fit",
     ),
+    "with gives the name of an alias another value": (
+        " rng = np.random.default_rng\n def draw():\n     with stream() as rng:\n         return rng()\n"
+        " def draw_two():\n     with stream() as (rng, _):\n         return rng()\n" + FIT,
+        "fit",
+    ),
+    "with gives the name of a module another value": (
+        "-os.makedirs('a')\n+os.makedirs('a', exist_ok=True)\n"
+        " with stream() as os:\n     os.makedirs('b')\n" + FIT,
+        "makedirs",
+    ),
+    "an expression gives names of imports other values": (
+        " rng = np.random.default_rng\n def draw():\n     if (rng := stream()):\n         return rng()\n"
+        " if (os := stream()):\n     os.makedirs('a')\n"
+        " def draw_all():\n     last = [(np := stream()) for _ in x]\n     return np.random.default_rng()\n"
+        + FIT,
+        "fit",
+    ),
+    "an error has the name of a module": (
+        " try:\n     load(x)\n except OSError as os:\n     os.makedirs('a')\n" + FIT,
+        "fit",
+    ),
+    "a name with a type is an alias, or no longer one": (
+        " rng: object = np.random.default_rng\n-drawn = rng()\n+drawn = rng(1)\n"
+        " def draw():\n     rng: object = stream()\n     return rng()\n" + FIT,
+        "generator",
+    ),
+    "an import may be replaced": (
+        " if x:\n     np = None\n os = os or None\n-drawn = np.random.default_rng()\n"
+        "+drawn = np.random.default_rng(1)\n-os.makedirs('a')\n+os.makedirs('a', exist_ok=True)\n"
+        + FIT,
+        "generator",
+    ),
     "a lambda trains its parameter": (
         " train = lambda model: model.fit(x, y, epochs=2)\n train(tf.keras.Model(x))\n",
         "unknown fit",
@@ -423,6 +455,13 @@ SEEN = {
         "batch size in a shape",
     ),
 }
+
+if sys.version_info >= (3, 10):
+    SEEN["a case has the name of a module"] = (
+        " match x:\n     case [os, *np]:\n         os.makedirs('a')\n         np.random.default_rng()\n"
+        + FIT,
+        "fit",
+    )
 
 
 @pytest.mark.parametrize("name", SEEN)

@@ -137,6 +137,14 @@ def test_another_order_on_each_rank_becomes_rank_0s(
     assert ["Rank 0's batches are sent to all" in text for text in said] == [True]
 
 
+@pytest.mark.parametrize("kind", ["sparse", "ragged"])
+def test_rows_in_another_order_become_rank_0s(
+    keras_two_ranks: Pool, keras_single: Pool, kind: str
+) -> None:
+    [alone] = keras_single.run(fit_bodies.body_unshuffled_rows, kind)
+    same(keras_two_ranks.run(fit_bodies.body_unshuffled_rows, kind), [alone, alone])
+
+
 def test_logs_that_are_no_mean_are_named(keras_two_ranks: Pool) -> None:
     for rank, found in enumerate(keras_two_ranks.run(fit_step_bodies.body_logs)):
         assert found["number"] == [0.5]  # the mean
@@ -257,3 +265,13 @@ def test_what_is_replaced_is_listed(keras_two_ranks: Pool) -> None:
 def test_a_step_that_fails_as_it_starts_replaces_nothing(keras_two_ranks: Pool) -> None:
     for outcome in keras_two_ranks.run(fit_step_bodies.body_failing_start):
         assert outcome == ("RuntimeError: broken", set(), set())
+
+
+def test_a_replication_that_fails_replaces_nothing(keras_two_ranks: Pool) -> None:
+    for errors, left, error, replaced in keras_two_ranks.run(
+        fit_step_bodies.body_failing_replication
+    ):
+        assert (errors, left) == (["RuntimeError: broken"] * 2, set())
+        # A setting of a layer that is called like a method isn't one.
+        assert error == ""
+        assert {"fit", "train_step", "save", "_npu_replica"} <= replaced

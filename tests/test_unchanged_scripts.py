@@ -125,6 +125,33 @@ def test_scripts_that_replicate_cannot_serve_are_errors(
     )
 
 
+FAILS = """
+import numpy as np, tensorflow as tf
+keras = tf.keras
+
+class Fragile(keras.layers.Layer):
+    @property
+    def save(self):
+        raise RuntimeError("broken")
+
+    def call(self, x):
+        return x
+
+model = keras.Sequential([keras.Input([2]), Fragile(), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+for _ in range(2):
+    try:
+        model.fit(np.ones([4, 2]), np.ones([4, 1]), verbose=0)
+    except RuntimeError as error:
+        print("refused", error)
+"""
+
+
+def test_a_model_that_cannot_be_replicated_never_trains_alone(keras: str, tmp_path: Path) -> None:
+    for ended in run(tmp_path / "ranks", 2, keras, FAILS):
+        assert ended.output.count("refused broken") == 2, ended.output
+
+
 def test_what_stays_alone(tmp_path: Path) -> None:
     """A script without fit is told so; a child of a rank trains by itself."""
     text = LOOP.replace(

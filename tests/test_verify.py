@@ -172,7 +172,12 @@ dataset = tf.data.Dataset.from_tensor_slices((x[order], y[order]))
     },
 }
 NOT_COMPARABLE = ("random numbers", "fewer steps", "not repeatable")
-OTHER_SAMPLES = ("same samples", "shuffle seed differs per rank", "different samples")
+OTHER_SAMPLES = (
+    "same samples",
+    "shuffle seed differs per rank",
+    "different samples",
+    "not repeatable",
+)
 """What makes the ranks read other samples in each step."""
 SAID = {
     "global batch size": "compute_average_loss",
@@ -250,9 +255,10 @@ def test_causes_in_a_loop(kind: str, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.txt")) and all(
         line.split()[2] == "12" for line in verdict.table
     )
-    if cause != "not repeatable":
-        samples = {line.split()[3] for line in verdict.table}
-        assert samples == {"other" if kind in OTHER_SAMPLES else "same"}, report.text(verdict)
+    samples = {line.split()[3] for line in verdict.table}
+    assert samples == {"other" if kind in OTHER_SAMPLES else "same"}, report.text(verdict)
+    gradients = {line.split()[4] for line in verdict.table}
+    assert ("unknown" in gradients) == ("default_rng()" in source), report.text(verdict)
     assert any("clips its own gradients" in note for note in verdict.notes) == ("1e6" in source)
     assert any("dropout and noise" in note for note in verdict.notes) == ("Dropout(" in source)
     assert any("aren't synchronized" in note for note in verdict.notes) == (
@@ -489,6 +495,22 @@ def test_a_process_that_does_not_repeat_itself(
     assert causes.cause_of(run)[0] == ("not repeatable" if expected else "")
     lost = run.lost_in_rounding()
     assert bool(lost) == any(np.any(step.gradients > 1.1) for step in perturbed.steps)
+
+
+@pytest.mark.parametrize(
+    "perturbed", [record_of([0.2], [6]), record_of([0.2], [1], start=2.0)], ids=["data", "start"]
+)
+def test_gradients_that_never_deviate_show_nothing(
+    perturbed: compare.Record, tmp_path: Path
+) -> None:
+    first_stage, ranks = PlannedProcess(str(tmp_path), 1, sizes=[2]).stages()
+    records = [record_of([0.0], [1]), perturbed, record_of([0.1], [9]), record_of([0.1], [None])]
+    for process, record in zip([*first_stage, *ranks], records):
+        process.folder.mkdir(parents=True)
+        record.save(process.folder)
+    verdict = judge([first_stage, ranks])
+    assert verdict.cause == "not repeatable"
+    assert [line.split()[3:] for line in verdict.table] == [["other", "unknown", "unknown"]]
 
 
 def test_variables_without_gradients_are_not_compared(tmp_path: Path) -> None:

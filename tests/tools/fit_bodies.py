@@ -14,6 +14,7 @@ from fit_models import (
     CLASS_WEIGHT,
     SAMPLES,
     compile_model,
+    descend,
     make_model,
     make_optimizer,
     outcome,
@@ -289,6 +290,31 @@ def body_unshuffled(kind: str) -> Any:
     with warnings_of_package() as said:
         error = error_of(model.fit, **make[kind](), epochs=2, verbose=0)
     return error or outcome(model, model.history), said
+
+
+def body_unshuffled_rows(kind: str) -> Any:
+    """Sparse or ragged batches in eager steps; the last one, a single sample, comes at another step on each rank."""
+    keras = tf.keras
+    x, y = samples()
+    rows = tf.RaggedTensor.from_tensor(x, lengths=1 + np.arange(len(x)) % 6)
+    if kind == "sparse":
+        rows = tf.sparse.from_dense(np.maximum(x, 0))
+
+    class Rows(keras.Model):  # type: ignore[misc]
+        def train_step(self, data: Any) -> Any:
+            x, y = data
+            dense = tf.sparse.to_dense(x) if kind == "sparse" else x.to_tensor(shape=[None, 6])
+            return {"loss": descend(self, lambda: tf.reduce_mean((self(dense) - y) ** 2))}
+
+    keras.utils.set_random_seed(1)
+    inputs = keras.Input([6])
+    model = Rows(inputs, keras.layers.Dense(1)(inputs))
+    model.compile(keras.optimizers.SGD(0.01), run_eagerly=True)
+    keras.utils.set_random_seed(2 * npu.open().worker_id)  # by which the ranks shuffle
+    targets = y[:, None].astype(np.float32)
+    dataset = tf.data.Dataset.from_tensor_slices((rows, targets)).batch(16).shuffle(7)
+    history = npu.distribute.replicate(model).fit(dataset, epochs=2, verbose=0)
+    return outcome(model, history)
 
 
 def body_later_batches(wanted: str, steps: int) -> tuple[str, list[str], Any]:

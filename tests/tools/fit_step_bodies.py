@@ -327,3 +327,38 @@ def body_failing_start() -> tuple[str, set[str], set[str]]:
     after_error = methods() - before
     model.fit(x, x[:, :1], verbose=0)
     return error, after_error, methods() - before
+
+
+def body_failing_replication() -> tuple[list[str], set[str], str, set[str]]:
+    """The errors of two calls of ``replicate`` that fail late, and what they leave replaced; the same once it can."""
+    keras = tf.keras
+
+    class Fragile(keras.layers.Layer):  # type: ignore[misc]
+        is_broken = True
+
+        @property
+        def save(self) -> bool:
+            if self.is_broken:
+                raise RuntimeError("broken")
+            return False
+
+        def call(self, values: Any) -> Any:
+            return values
+
+    inner = keras.Sequential([keras.Input([6]), keras.layers.Dense(6)])
+    model = keras.Sequential([keras.Input([6]), inner, Fragile(), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    *_, fragile, _ = model.layers
+
+    def attributes() -> set[str]:
+        return {f"{part.name}.{name}" for part in (model, inner, fragile) for name in vars(part)}
+
+    before = attributes()
+    errors = [error_of(npu.distribute.replicate, model) for _ in range(2)]
+    left = attributes() - before
+    vars(fragile)["is_broken"] = False
+    error = error_of(npu.distribute.replicate, model)
+    replaced = {name.rpartition(".")[2] for name in attributes() - before}
+    x = np.ones([6, 6], np.float32)
+    model.fit(x, x[:, :1], verbose=0)
+    return errors, left, error, replaced

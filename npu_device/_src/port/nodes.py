@@ -9,7 +9,7 @@ import libcst as cst
 from libcst import matchers
 
 DEFINITIONS = (cst.FunctionDef, cst.ClassDef)
-
+_CAPTURES = matchers.MatchAs() | matchers.MatchStar()
 
 _MOST_STEPS = 20
 
@@ -84,12 +84,19 @@ def parameters(function: Any) -> list[str]:
 
 
 def binds(node: Any, name: str) -> bool:
-    """Return True for a function, a lambda or a comprehension in which a name isn't that of the scopes around."""
+    """Return True for a function, a lambda, a comprehension, or a branch of ``try`` or ``match``, in which a name isn't
+    that of the scopes around.
+    """
     targets: list = []
     if isinstance(node, (cst.FunctionDef, cst.Lambda)):
         targets = [param.name for param in matchers.findall(node.params, matchers.Param())]
     elif isinstance(node, cst.BaseComp):
         targets = [loop.target for loop in matchers.findall(node.for_in, matchers.CompFor())]
+    elif isinstance(node, cst.ExceptHandler) and node.name is not None:
+        targets = [node.name.name]
+    elif isinstance(node, cst.MatchCase):
+        captures = matchers.findall(node.pattern, _CAPTURES)
+        targets = [capture.name for capture in captures if capture.name is not None]
     return any(matchers.findall(target, matchers.Name(name)) for target in targets)
 
 

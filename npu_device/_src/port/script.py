@@ -41,7 +41,7 @@ class Assignment(NamedTuple):
     """One assignment to a name.
 
     Attributes:
-        value: the expression; a statement if it isn't known which of its values the name gets.
+        value: the expression; a statement, or an item of ``with``, if it isn't known which of its values the name gets.
         position: of the element that the name gets, if the expression gives several; None for the whole.
     """
 
@@ -78,6 +78,7 @@ class Script:
         self.classes = {node.name.value: node for node in self.of(cst.ClassDef)}
         self.imported: list[tuple[str, Any]] = []
         self._assignments: dict[str, list[Assignment]] = {}
+        self._imports: dict[str, list] = {}  # by the name that they bring
         for node in self._nodes:
             if isinstance(node, (cst.Import, cst.ImportFrom)):
                 self._read_import(node)
@@ -87,6 +88,11 @@ class Script:
             elif isinstance(node, (cst.For, cst.AugAssign)):
                 # A loop or += gives the name another value than the expression has.
                 self._read_assignment(node.target, node, node)
+            elif isinstance(node, (cst.NamedExpr, cst.AnnAssign)) and node.value is not None:
+                self._read_assignment(node.target, node.value, node)
+            elif isinstance(node, cst.WithItem) and node.asname is not None:
+                # The name gets what the manager returns, which may be anything.
+                self._read_assignment(node.asname.name, node, node)
 
     def _read_import(self, node: Any) -> None:
         package = ""
@@ -99,6 +105,9 @@ class Script:
         for alias in node.names:
             name = ".".join(filter(None, (package, dotted(alias.name))))
             self.imported.append((name, node))
+            # Without an alias, ``import a.b`` brings the name a.
+            brought = alias.evaluated_alias or dotted(alias.name).partition(".")[0]
+            self._imports.setdefault(brought, []).append(node)
 
     def _read_assignment(
         self, target: Any, value: Any, node: Any, position: int | None = None
@@ -188,8 +197,36 @@ class Script:
         if callable(names):
             names = names()
         imported = [name.name for name in names if name.source is QualifiedNameSource.IMPORT]
+        if imported and self._is_hidden(node):
+            return ""
         # The last import counts where there are several, in try and except for example.
         return max(imported, key=self._import_index, default="")
+
+    def _is_hidden(self, node: Any) -> bool:
+        """Return True if an imported name has had another value since the import, whatever the script does."""
+        while isinstance(node, cst.Attribute):
+            node = node.value
+        name = node.value
+        line = self.line(node)
+        around = list(self.around(node))
+        scope = self.scope(node)
+        for outer in around[: around.index(scope)]:
+            # LibCST doesn't know the names of ``case``.
+            if isinstance(outer, (cst.ExceptHandler, cst.MatchCase)) and binds(outer, name):
+                return True
+        assignments = self.assignments(name, scope)
+        earlier = [a for a in assignments if self.line(a.statement) < line]
+        if not earlier:
+            return False
+        newest = earlier[-1]
+        begin = self.line(newest.statement)
+        for statement in self._imports.get(name, ()):
+            is_newer = begin < self.line(statement) <= line
+            if is_newer and self.scope(statement) is scope:
+                return False
+        # In a branch that may not have run, or by one of two expressions, the name may still be the import.
+        is_certain = self._parents[newest.statement] in around
+        return is_certain and not isinstance(newest.value, (cst.IfExp, cst.BooleanOperation))
 
     def _import_index(self, name: str) -> tuple[int, str]:
         matches = []

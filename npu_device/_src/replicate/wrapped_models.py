@@ -156,6 +156,7 @@ class Models:
     def _replicated(self, model: Any) -> dict[str, Any]:
         """Replicate a model, unless it is, and return what then stands for Keras's methods."""
         if model not in self._methods:
+            from npu_device._src.training.fit.replaced import Replaced
             from npu_device._src.training.fit.replica import replicate
 
             methods = next(
@@ -163,12 +164,13 @@ class Models:
                 for owner, candidates in self._keras_methods.items()
                 if isinstance(model, owner)
             )
-            for name in _TRAIN:
-                # Keras's own ``__setattr__`` is bypassed, since it tracks what is to be saved.
-                object.__setattr__(model, name, MethodType(methods[name], model))
-            replicate(model)
-            # On the model, the methods would hide the methods of a subclass, which call Keras's by ``super``.
-            self._methods[model] = {name: vars(model).pop(name) for name in _TRAIN}
+            # On the model, the methods would hide the methods of a subclass, which call Keras's by ``super``; after an
+            # error, also this one.
+            with Replaced() as replaced:
+                for name in _TRAIN:
+                    replaced.set(model, name, MethodType(methods[name], model))
+                replicate(model)
+                self._methods[model] = {name: vars(model)[name] for name in _TRAIN}
         return self._methods[model]
 
     def _end(self) -> None:

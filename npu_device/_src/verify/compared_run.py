@@ -77,14 +77,27 @@ class ComparedStep:
             return "computes different gradients"
         return ""
 
-    def other_samples(self) -> str:
+    @property
+    def change(self) -> float:
+        """Return how far perturbed inputs move most gradients, relative to their norms."""
+        return compare.typical_change(self.single, self.perturbed)
+
+    @property
+    def shows_deviations(self) -> bool:
+        """Return True if gradients that aren't those of one process would deviate: rounding allows less than that."""
+        has_as_many = self.perturbed.trained == self.single.trained
+        return has_as_many and self.change * TIMES_ROUNDING <= 1
+
+    def other_samples(self, shows: bool = True) -> str:
         """Return which samples the ranks together read, unlike one process; "" if they are the same.
 
-        As many samples with the same gradients are the same but for rounding, as those of a generator may be.
+        As many samples with the same gradients are the same but for rounding, as those of a generator may be; but not
+        where gradients never deviate, so that they show nothing.
         """
         alone = self.single.rows
         together = compare.union(self.ranks)
-        if alone == together or (self.reads_as_many() and not self.deviations[GRADIENT]):
+        is_same = shows and self.reads_as_many() and not self.deviations[GRADIENT]
+        if alone == together or is_same:
             return ""
         return (
             f"in step {self.number}, one process reads {_total(alone)} samples, and the ranks together "
@@ -217,11 +230,10 @@ class ComparedRun:
     def lost_in_rounding(self) -> str | None:
         """Return the first step in which rounding moves most gradients so far that no difference would show."""
         for step in self.steps:
-            change = compare.typical_change(step.single, step.perturbed)
-            if change * TIMES_ROUNDING > 1:
+            if step.change * TIMES_ROUNDING > 1:
                 return (
                     f"most gradients from step {step.number} on: changing inputs in their last bit "
-                    f"moves them by {change:.0%}"
+                    f"moves them by {step.change:.0%}"
                 )
         return None
 

@@ -273,19 +273,22 @@ def _table(run: ComparedRun) -> list[str]:
     lines = []
     for step in run.steps:
         samples = "same"
-        if step.other_samples():
+        repeats = compare.differ_by_rounding(run.single, step.single, step.perturbed)
+        if step.other_samples(shows=repeats and step.shows_deviations):
             samples = "other"
         line = f"{run.size:>5} {step.number:>5} {sum(step.single.rows.values()):>8} {samples:>8}"
-        line += _cell(step.deviations[compare.GRADIENT])
-        line += _cell(step.deviations[compare.UPDATE])
+        for quantity in (compare.GRADIENT, compare.UPDATE):
+            line += _cell(step.deviations[quantity], step.shows_deviations)
         if has_phases:
             line += f"  {step.single.phase}"
         lines.append(line)
     return lines
 
 
-def _cell(deviations: Sequence[Deviation]) -> str:
+def _cell(deviations: Sequence[Deviation], shows: bool) -> str:
     """Return the largest of some deviations, as a cell of the table."""
+    if not deviations and not shows:
+        return f"{'unknown':>12}"
     if not deviations:
         return f"{'same':>12}"
     error = max(deviation.relative_error for deviation in deviations)

@@ -33,6 +33,7 @@ from npu_device._src.collectives.group import WORLD_GROUP
 from npu_device._src.collectives.job import Job
 from npu_device._src.compat import keras_models
 from npu_device._src.threads import ThreadSwitch
+from npu_device._src.training.fit.replaced import Replaced
 from npu_device._src.world.world import World
 
 METHODS = ("save", "save_weights", "export")
@@ -233,18 +234,18 @@ class Saves:
         return sees
 
 
-def save_parts_once(world: World, model: Any) -> None:
+def save_parts_once(world: World, model: Any, replaced: Replaced) -> None:
     """Let the models that a model consists of write as it does: a script may save its encoder only."""
     if not world.is_main:
-        _notice_other_saves(world, model)
+        _notice_other_saves(world, model, replaced)
     for layer in keras_models.all_layers(model):
         for name in METHODS:
-            if layer is not model and hasattr(layer, name):
-                # Keras's own ``__setattr__`` would track a function as a part of the layer.
-                object.__setattr__(layer, name, saving(world, getattr(layer, name)))
+            # A layer may have a setting of this name.
+            if layer is not model and callable(getattr(layer, name, None)):
+                replaced.set(layer, name, saving(world, getattr(layer, name)))
 
 
-def _notice_other_saves(world: World, model: Any) -> None:
+def _notice_other_saves(world: World, model: Any, replaced: Replaced) -> None:
     """Warn, once, if this rank saves a model by functions of Keras or TensorFlow, which every rank does by itself."""
     is_warned = False
 
@@ -264,7 +265,7 @@ def _notice_other_saves(world: World, model: Any) -> None:
         return call
 
     for name, formats in (("save_own_variables", ()), ("_trackable_children", ("savedmodel",))):
-        object.__setattr__(model, name, noticing(getattr(model, name), *formats))
+        replaced.set(model, name, noticing(getattr(model, name), *formats))
 
 
 def saving(world: World, method: Callable) -> Callable:

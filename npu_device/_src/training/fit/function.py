@@ -15,6 +15,7 @@ from npu_device._src.training.fit.step import share_of_rank
 from npu_device._src.training.fit.step_context import StepContext
 from npu_device._src.training.fit.weighting import replicate_optimizer
 from npu_device._src.training.watching import training_state
+from npu_device._src.training.watching.wrapped_optimizers import reducer_of, reducing_optimizer
 from npu_device._src.world.share import Share, content, is_tagged, mark_of, require_units, rows_of
 from npu_device._src.world.world import World
 
@@ -48,7 +49,7 @@ class ReplicaState:
     root_rank = 0
     _is_reported = False
 
-    def report(self, rows: int | None, checked: str) -> None:
+    def report(self, optimizers: list, rows: int | None, checked: str) -> None:
         """Print the statement at the start, once; ``rows`` are those of the first batch, None of own data."""
         if self._is_reported or not self.world.is_main:
             return
@@ -58,7 +59,7 @@ class ReplicaState:
         if isinstance(callback, list):
             callback = callback[-1]
         steps = (getattr(callback, "params", None) or {}).get("steps")
-        say(start.statement(self.world, self.model, rows, steps, checked))
+        say(start.statement(self.world, self.model, optimizers, rows, steps, checked))
 
 
 class Function(StepContext):
@@ -156,7 +157,8 @@ class Function(StepContext):
         self._compare_first_batches(first_batches, rows or 0)
         if first_batches and not self._is_checked:
             if is_training:
-                self._replica.report(rows, first_step.check(self, content(first_batches[0])))
+                checked = first_step.check(self, content(first_batches[0]))
+                self._replica.report(self._optimizers_of_step(), rows, checked)
             elif self.mode == "test":
                 first_step.find_sums(self, content(first_batches[0]))
             self._is_checked = True
@@ -173,6 +175,9 @@ class Function(StepContext):
             return share_of_rank(self.world, batch).data
 
         spec = start.spec_of(self.model, batches, batch)
+        if self.mode == "train":
+            for _, reducer in self._reducers():
+                reducer.has_applied = False
         try:
             start.build(self.model, self.mode, self.own_step, spec, own_part)
         except Exception as error:
@@ -182,6 +187,18 @@ class Function(StepContext):
                 raise RuntimeError(f"{type(error).__name__}: {error}\n{_TRACED}") from error
             raise
         self._is_built = True
+
+    def _reducers(self) -> list[tuple[Any, Any]]:
+        """Return the optimizers that a step can reach, each with its reducer."""
+        optimizers = training_state.optimizers(self.model)
+        reducers = map(reducer_of, map(reducing_optimizer, optimizers))
+        return [pair for pair in zip(optimizers, reducers) if pair[1] is not None]
+
+    def _optimizers_of_step(self) -> list:
+        """Return the optimizers that a step calls, once it is built: a GAN has one by ``compile`` that never steps."""
+        if not self.is_custom:
+            return list(filter(None, [self.model.optimizer]))
+        return [optimizer for optimizer, reducer in self._reducers() if reducer.has_applied]
 
     def _compare_first_batches(self, first_batches: list, rows: int) -> None:
         """Compare the batches of all ranks; if they should be the same and aren't, rank 0 sends its own."""

@@ -1,4 +1,4 @@
-"""Methods of a model, its layers, losses and metrics that are replaced while a step runs."""
+"""Methods of a model, its layers, losses and metrics that are replaced: while a step runs, or for good."""
 
 from __future__ import annotations
 
@@ -19,6 +19,12 @@ class Replaced(contextlib.ExitStack):
         vars(owner)[name] = compat.do_not_convert(
             lambda *args, **kwargs: hook(method, *args, **kwargs)
         )
+
+    def set(self, owner: Any, name: str, method: Any) -> None:
+        """Set an attribute of an object."""
+        self.keep(owner, name)
+        # Set past Keras's own ``__setattr__``, which would track the method as something to save.
+        object.__setattr__(owner, name, method)
 
     def keep(self, owner: Any, name: str) -> None:
         """Give an object this attribute back as it is now, whatever sets it until then."""

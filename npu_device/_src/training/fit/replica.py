@@ -69,10 +69,12 @@ class Replica(ReplicaState):
         self.test = Function(self, "test")
         self.predict = Function(self, "predict")
         attributes = {**self._methods(), _REPLICA: self}
-        for name, method in attributes.items():
-            # Set past Keras's own ``__setattr__``, which would track the method as something to save.
-            object.__setattr__(model, name, method)
-        files.save_parts_once(world, model)
+        # An error gives everything back: a model that is replicated in part would train alone.
+        with Replaced() as replaced:
+            for name, method in attributes.items():
+                replaced.set(model, name, method)
+            files.save_parts_once(world, model, replaced)
+            replaced.pop_all()
 
     def _methods(self) -> dict[str, Any]:
         """Return all that is replaced on the model for good, and why. A step replaces more while it runs."""
@@ -92,8 +94,8 @@ class Replica(ReplicaState):
             "predict": self._evaluate_or_predict(self.predict, model.predict),
         }
         for name in files.METHODS:
-            # The saving methods write a file once for the whole job.
-            if hasattr(model, name):
+            # The saving methods write a file once for the whole job. A script may have a setting of such a name.
+            if callable(getattr(model, name, None)):
                 methods[name] = files.saving(self.world, getattr(model, name))
         counters = getattr(model, compat.COUNTERS_METHOD, None)
         # In tf-keras, ``fit`` begins with the epoch of rank 0's backup.

@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import random
 from collections import Counter
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Callable
 
@@ -19,7 +20,7 @@ from npu_device._src.training.fit import xla
 from npu_device._src.training.sharding.remote_slots import assign_training_state
 from npu_device._src.training.watching import training_state
 from npu_device._src.training.watching.digests import checksum
-from npu_device._src.training.watching.wrapped_optimizers import reducer_of
+from npu_device._src.training.watching.wrapped_optimizers import reducer_of, reducing_optimizer
 from npu_device._src.wording import counted, shortened
 from npu_device._src.world.share import without_optional
 from npu_device._src.world.world import World
@@ -129,15 +130,21 @@ def full_checksum(batch: Any) -> int:
 
 
 def statement(
-    world: World, model: Any, rows: int | None, steps: int | None, checked: str
+    world: World,
+    model: Any,
+    optimizers: Sequence,
+    rows: int | None,
+    steps: int | None,
+    checked: str,
 ) -> list[str]:
-    """Return the message; ``rows`` are those of the first batch, None of own data; ``steps`` those of an epoch."""
+    """Return the message; ``rows`` are those of the first batch, None of own data; ``steps`` those of an epoch, in
+    which these optimizers update the model.
+    """
     hosts = Counter(world.job.cluster.hosts)
     places = ", ".join(f"{count} on {host}" for host, count in hosts.items())
     steps_in_words = "unknown"
     if steps is not None:
         steps_in_words = str(steps)
-    optimizers = training_state.optimizers(model)
     rates = ", ".join(map(_rate, optimizers)) or "none"
     threads = "TensorFlow's default number of threads"
     thread_count = tf.config.threading.get_intra_op_parallelism_threads()
@@ -147,7 +154,7 @@ def statement(
         f"npu_device: {type(model).__name__} {model.name!r} trains on {world.size} ranks ({places})",
         f"  global batch   {_samples_per_rank(rows, world.size)}; {steps_in_words} steps per epoch",
         f"  learning rate  {rates}, as given, not scaled by the number of ranks",
-        *_divided_updates(world, model),
+        *_divided_updates(world, optimizers),
         f"  engine         {explained(world.job, world.group)}; {threads} per rank",
     ]
     if xla.compiles_call(model):
@@ -180,11 +187,11 @@ def _rate(optimizer: Any) -> str:
     return f"{float(tf.convert_to_tensor(rate)):g} ({type(optimizer).__name__})"
 
 
-def _divided_updates(world: World, model: Any) -> list[str]:
+def _divided_updates(world: World, optimizers: Sequence) -> list[str]:
     """Return a line for each optimizer whose updates are divided among the ranks."""
     lines = []
-    for optimizer in training_state.optimizers(model):
-        update = getattr(reducer_of(optimizer), "divided_update", None)
+    for optimizer in optimizers:
+        update = getattr(reducer_of(reducing_optimizer(optimizer)), "divided_update", None)
         if update is not None:
             held, total = update.bytes_of_state
             name = type(optimizer).__name__

@@ -40,6 +40,7 @@ from npu_device._src.world.share import (
     is_tagged,
     mark_of,
     share_of_batch,
+    spec_of_any_length,
 )
 from npu_device._src.world.world import World
 
@@ -113,7 +114,19 @@ def _batch_to_use(context: StepContext, batch: Any) -> Any:
     for position, leaf in enumerate(leaves):
         if leaf is not None:
             leaves[position] = next(arrived)
-    return tf.nest.pack_sequence_as(batch, leaves, expand_composites=True)
+    structure = batch
+    if tf.executing_eagerly():
+        structure = tf.nest.map_structure(_without_own_shape, batch)
+    return tf.nest.pack_sequence_as(structure, leaves, expand_composites=True)
+
+
+def _without_own_shape(leaf: Any) -> Any:
+    """Return the type of a sparse or ragged tensor of any size, since an eager one has the shape of its own batch."""
+    if isinstance(leaf, tf.SparseTensor):
+        return tf.SparseTensorSpec(None, leaf.dtype)
+    if isinstance(leaf, tf.RaggedTensor):
+        return spec_of_any_length(leaf)
+    return leaf
 
 
 # The share of this rank, and the step on it

@@ -137,6 +137,8 @@ class GradientReducer:
         self.options = options
         # True under Horovod's names, whose scripts may broadcast after the first step.
         self.has_own_batches = False
+        # True if a step has applied gradients, or was only traced, since it was last built.
+        self.has_applied = False
         # True if Horovod's optimizer adds up the gradients of several batches before they come here.
         self.adds_up_first = False
         self.world = world
@@ -217,6 +219,7 @@ class GradientReducer:
         self, optimizer: Any, apply_by_class: Callable, gradients: list, variables: list
     ) -> Any:
         """Apply gradients, reduced, by the method of the optimizer's class."""
+        self.has_applied = True
         update = self.divided_update
         # Amid an update, the base class of an optimizer calls itself.
         if update is not None and self._applying is not optimizer:
