@@ -14,7 +14,7 @@ help:
 	@echo "make example      train ResNet-50 on real images with two workers (sets up $(VENV) first)"
 	@echo "make test         run the whole test suite (sets up $(VENV) first)"
 	@echo "make test-quick   run a representative part of it"
-	@echo "make test-full    run the suite with every combination of ranks, Keras and backend"
+	@echo "make test-full    run the suite with every combination of ranks, Keras and engine"
 	@echo "make test-gpu     run the tests of GPUs, if there is one"
 	@echo "make test-matrix  run the suite on the default, the oldest and the newest TensorFlow, and test-canary (each in its own .venv-…)"
 	@echo "make test-canary  run a representative part on the next TensorFlow, with Keras 3"

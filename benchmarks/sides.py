@@ -90,9 +90,9 @@ def _free_port() -> int:
         return reserved.number
 
 
-def _npu(ranks: int, directory: Path, backend: str, **settings: str) -> list[dict[str, str]]:
+def _npu(ranks: int, directory: Path, engine: str, **settings: str) -> list[dict[str, str]]:
     """Return the variables of ranks on this host: in shared memory, or through an engine."""
-    table = directory / f"ranks_{backend}{len(settings)}.json"
+    table = directory / f"ranks_{engine}{len(settings)}.json"
     table.write_text(rank_table((0,), ranks, _HOST, _free_port()))
     common = {
         "RANK_TABLE_FILE": str(table.resolve()),
@@ -100,8 +100,8 @@ def _npu(ranks: int, directory: Path, backend: str, **settings: str) -> list[dic
         "JOB_ID": "benchmarks",
         **settings,
     }
-    if backend != SHARED_MEMORY:
-        common |= {"NPU_DEVICE_BACKEND": backend, "NPU_DEVICE_SHARED_MEMORY": "off"}
+    if engine != SHARED_MEMORY:
+        common |= {"NPU_DEVICE_BACKEND": engine, "NPU_DEVICE_SHARED_MEMORY": "off"}
     return [
         {**common, "RANK_ID": str(rank), "ASCEND_DEVICE_ID": str(rank)} for rank in range(ranks)
     ]
@@ -148,16 +148,16 @@ def _gloo(ranks: int, _: Path) -> list[dict[str, str]]:
     return [{"MASTER_ADDR": _HOST, "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}] * ranks
 
 
-def _npu_on_hosts(ranks: int, directory: Path, backend: str) -> list[dict[str, str]]:
+def _npu_on_hosts(ranks: int, directory: Path, engine: str) -> list[dict[str, str]]:
     """Return the variables of ranks whose table names the hosts: they all have this machine's name, and could share
     its memory.
     """
-    table = directory / f"hosts_{backend}.json"
+    table = directory / f"hosts_{engine}.json"
     table.write_text(rank_table(range(ranks), 1, address(0), _free_port()))
     common = {
         "RANK_TABLE_FILE": str(table.resolve()),
         "RANK_SIZE": str(ranks),
-        "NPU_DEVICE_BACKEND": backend,
+        "NPU_DEVICE_BACKEND": engine,
     }
     common |= {"JOB_ID": "benchmarks", "NPU_DEVICE_SECRET": secrets.token_hex(32)}
     return [
@@ -183,15 +183,15 @@ def _nothing(ranks: int, _: Path) -> list[dict[str, str]]:
 
 
 SIDES = {
-    SHARED_MEMORY: Side("npu_side", "NpuSide", partial(_npu, backend="shared_memory")),
-    TENSORFLOW: Side("npu_side", "NpuSide", partial(_npu, backend="tensorflow")),
+    SHARED_MEMORY: Side("npu_side", "NpuSide", partial(_npu, engine="shared_memory")),
+    TENSORFLOW: Side("npu_side", "NpuSide", partial(_npu, engine="tensorflow")),
     MIRRORED: Side("mirrored_side", "MirroredSide", _mirrored),
     MIRRORED_OF_HOSTS: Side("mirrored_side", "MirroredSide", _mirrored_on_hosts, on_hosts=True),
     GLOO: Side("gloo_side", "GlooSide", _gloo, needs=("torch",)),
     MPICH: Side("mpich_side", "MpichSide", _nothing, needs=("mpi4py",), started_by_mpiexec=True),
-    TCP_OF_HOSTS: Side("npu_side", "NpuSide", partial(_npu_on_hosts, backend="tcp"), on_hosts=True),
+    TCP_OF_HOSTS: Side("npu_side", "NpuSide", partial(_npu_on_hosts, engine="tcp"), on_hosts=True),
     RING_OF_HOSTS: Side(
-        "npu_side", "NpuSide", partial(_npu_on_hosts, backend="tensorflow"), on_hosts=True
+        "npu_side", "NpuSide", partial(_npu_on_hosts, engine="tensorflow"), on_hosts=True
     ),
     MPI_OF_HOSTS: Side(
         "npu_side",
@@ -211,7 +211,7 @@ SIDES = {
         on_hosts=True,
     ),
     GPU_HOST_MEMORY: Side("npu_side", "NpuSide", _host_memory, uses_gpus=True),
-    GPU_NCCL: Side("npu_side", "NpuSide", partial(_npu, backend="nccl"), uses_gpus=True),
+    GPU_NCCL: Side("npu_side", "NpuSide", partial(_npu, engine="nccl"), uses_gpus=True),
     GPU_MIRRORED: Side("mirrored_side", "MirroredSide", _mirrored_on_gpus, uses_gpus=True),
     ONE_PROCESS: Side("npu_side", "NpuSide", _nothing, is_alone=True),
     TWO_DEVICES: Side("mirrored_side", "DevicesSide", _nothing, uses_gpus=True, is_alone=True),
@@ -220,12 +220,12 @@ SIDES = {
         "NpuSide",
         partial(
             _npu,
-            backend=SHARED_MEMORY,
+            engine=SHARED_MEMORY,
             # From this size on, the C library writes past the cache.
             GLIBC_TUNABLES="glibc.cpu.x86_non_temporal_threshold=262144",
         ),
     ),
     WATCHED: Side(
-        "npu_side", "NpuSide", partial(_npu, backend=SHARED_MEMORY, NPU_DEVICE_AUDIT="auto")
+        "npu_side", "NpuSide", partial(_npu, engine=SHARED_MEMORY, NPU_DEVICE_AUDIT="auto")
     ),
 }

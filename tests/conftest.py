@@ -41,10 +41,10 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 WORLD_SIZES = (1, 2, 3)
 KERAS = ("2", "3")
 
-CHOSEN_BACKEND = os.environ.get("NPU_DEVICE_BACKEND")  # for all tests
-if CHOSEN_BACKEND:
+CHOSEN_ENGINE = os.environ.get("NPU_DEVICE_BACKEND")  # for all tests
+if CHOSEN_ENGINE:
     os.environ.setdefault("NPU_DEVICE_SHARED_MEMORY", "off")
-BACKENDS = (CHOSEN_BACKEND,) if CHOSEN_BACKEND else ("shared_memory", "tensorflow")
+ENGINES = (CHOSEN_ENGINE,) if CHOSEN_ENGINE else ("shared_memory", "tensorflow")
 MORE_ENGINES = {"tcp": 3, "mpi": 3, "Open MPI": 2}
 """Engines that move data between two ranks at a time, and on how many ranks they are tested. "mpi" is MPICH's."""
 
@@ -52,14 +52,14 @@ _MANY_FILES = 50  # of the whole suite, whose quick run is to take three minutes
 _WORKER_BYTES = 6 << 30  # with its ranks, and the processes that fork them
 
 
-def _kind(size: int, keras: str, backend: str | None = None) -> Any:
-    if backend == "Open MPI":
+def _kind(size: int, keras: str, engine: str | None = None) -> Any:
+    if engine == "Open MPI":
         return run.pool_key(size, keras, {**all_through("mpi"), **OPEN_MPI})
-    return run.pool_key(size, keras, all_through(None if size == 1 else backend))
+    return run.pool_key(size, keras, all_through(None if size == 1 else engine))
 
 
-def _pool(size: int, keras: str, backend: str | None = None) -> Any:
-    return _pool_of(_kind(size, keras, backend), MpiPool if backend in MPIS else Pool)
+def _pool(size: int, keras: str, engine: str | None = None) -> Any:
+    return _pool_of(_kind(size, keras, engine), MpiPool if engine in MPIS else Pool)
 
 
 def _pool_of(kind: Any, pool_class: type[Pool] = Pool) -> Any:
@@ -71,15 +71,15 @@ def _pool_of(kind: Any, pool_class: type[Pool] = Pool) -> Any:
 
 
 _TURNS = ((2, 1), (3, 0), (2, 1), (1, 0), (3, 1), (2, 0))
-"""What tests take turns with: a number of ranks, and the place of a Keras in ``KERAS``, and of a backend in
-``BACKENDS``. Any two in a row have both Kerases and both backends.
+"""What tests take turns with: a number of ranks, and the place of a Keras in ``KERAS``, and of an engine in
+``ENGINES``. Any two in a row have both Kerases and both engines.
 """
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    quick = "each test once, of the whole suite every other one, with 2 ranks, Keras 3 and one backend; no slow tests"
+    quick = "each test once, of the whole suite every other one, with 2 ranks, Keras 3 and one engine; no slow tests"
     parser.addoption("--quick", action="store_true", help=quick)
-    full = "every number of ranks with each Keras and each backend, and all tests"
+    full = "every number of ranks with each Keras and each engine, and all tests"
     parser.addoption("--full", action="store_true", help=full)
     device = "run tests/gpu on GPUs, or on CPUs to check the tests themselves"
     parser.addoption("--device", choices=("gpu", "cpu"), help=device)
@@ -132,30 +132,30 @@ def _parameters(item: pytest.Item) -> dict[str, Any]:
 
 def _is_on_another_engine(item: pytest.Item) -> bool:
     is_marked = item.get_closest_marker("more_engines") is not None
-    return is_marked and _parameters(item).get("backend") in MORE_ENGINES
+    return is_marked and _parameters(item).get("engine") in MORE_ENGINES
 
 
 _SIZE_NAMES = ("size", "several_ranks", "several_keras_ranks", "tensorflow_ranks")
 
 
 def _combination(item: pytest.Item) -> tuple[int | None, Any, Any]:
-    """Return the number of ranks, the Keras and the backend that a test is to run with, as far as there is a choice."""
+    """Return the number of ranks, the Keras and the engine that a test is to run with, as far as there is a choice."""
     parameters = _parameters(item)
     size = next((parameters[name] for name in _SIZE_NAMES if name in parameters), None)
-    return size, parameters.get("keras"), parameters.get("backend")
+    return size, parameters.get("keras"), parameters.get("engine")
 
 
 def _exists(item: pytest.Item) -> bool:
-    """Return False for a single process on a second backend, which it doesn't use; for what isn't to run on one of
+    """Return False for a single process on a second engine, which it doesn't use; for what isn't to run on one of
     ``MORE_ENGINES``; and for what is marked to exist in the other Keras only, or in one that this TensorFlow lacks.
     """
-    size, keras, backend = _combination(item)
+    size, keras, engine = _combination(item)
     if _is_on_another_engine(item):
         own = _parameters(item)
         variants = item.get_closest_marker("more_engines").kwargs
         is_chosen = all(own[name] in chosen for name, chosen in variants.items())
-        return is_chosen and size in (None, MORE_ENGINES[backend])
-    if size == 1 and backend not in (None, BACKENDS[0]):
+        return is_chosen and size in (None, MORE_ENGINES[engine])
+    if size == 1 and engine not in (None, ENGINES[0]):
         return False
     marker = item.get_closest_marker("only_keras")
     return marker is None or (keras in marker.args and (keras != "3" or versions.HAS_KERAS_3))
@@ -169,7 +169,7 @@ def _variants(items: list[pytest.Item]) -> list[list[list[pytest.Item]]]:
             [
                 each
                 for each in _parameters(item).items()
-                if each[0] not in (*_SIZE_NAMES, "keras", "backend")
+                if each[0] not in (*_SIZE_NAMES, "keras", "engine")
             ]
         )
         tests.setdefault(item.nodeid.partition("[")[0], {}).setdefault(own, []).append(item)
@@ -178,11 +178,11 @@ def _variants(items: list[pytest.Item]) -> list[list[list[pytest.Item]]]:
 
 def _in_turns(variants: list[list[pytest.Item]], is_quick: bool) -> list[pytest.Item]:
     """Return which items of a test to run: each variant with the combination whose turn it is, and a single one twice
-    if there are two Kerases or backends, or one process, unless it is marked ``once``. Each test begins elsewhere.
+    if there are two Kerases or engines, or one process, unless it is marked ``once``. Each test begins elsewhere.
     """
     if is_quick:
-        return [_nearest(variants[0], 2, "3", BACKENDS[0])]
-    ways = {(size == 1, keras, backend) for size, keras, backend in map(_combination, variants[0])}
+        return [_nearest(variants[0], 2, "3", ENGINES[0])]
+    ways = {(size == 1, keras, engine) for size, keras, engine in map(_combination, variants[0])}
     is_once = variants[0][0].get_closest_marker("once") is not None
     least = 1 if is_once else min(2, len(ways))
     first = zlib.crc32(variants[0][0].nodeid.partition("[")[0].encode())
@@ -190,16 +190,16 @@ def _in_turns(variants: list[list[pytest.Item]], is_quick: bool) -> list[pytest.
     for number in range(max(len(variants), least)):
         size, place = _TURNS[(first + number) % len(_TURNS)]
         variant = variants[number % len(variants)]
-        chosen.append(_nearest(variant, size, KERAS[place], BACKENDS[place % len(BACKENDS)]))
+        chosen.append(_nearest(variant, size, KERAS[place], ENGINES[place % len(ENGINES)]))
     return chosen
 
 
-def _nearest(items: list[pytest.Item], size: int, keras: str, backend: str) -> pytest.Item:
-    """Return the first item that has this Keras and backend, and this number of ranks or the next one to it."""
+def _nearest(items: list[pytest.Item], size: int, keras: str, engine: str) -> pytest.Item:
+    """Return the first item that has this Keras and engine, and this number of ranks or the next one to it."""
 
     def distance(item: pytest.Item) -> tuple[bool, int]:
-        its_size, its_keras, its_backend = _combination(item)
-        return (its_keras or keras, its_backend or backend) != (keras, backend), abs(
+        its_size, its_keras, its_engine = _combination(item)
+        return (its_keras or keras, its_engine or engine) != (keras, engine), abs(
             (its_size or size) - size
         )
 
@@ -207,7 +207,7 @@ def _nearest(items: list[pytest.Item], size: int, keras: str, backend: str) -> p
 
 
 _SIZES = {"single": 1, "keras_single": 1, "two_ranks": 2, "keras_two_ranks": 2, "open_mpi_ranks": 2}
-_BACKENDS = {"tensorflow_ranks": "tensorflow", "open_mpi_ranks": "Open MPI"}
+_ENGINES = {"tensorflow_ranks": "tensorflow", "open_mpi_ranks": "Open MPI"}
 _POOLS = (
     *_SIZES,
     "ranks",
@@ -225,8 +225,8 @@ def _group(item: pytest.Item) -> str | None:
     for fixture in set(_POOLS).intersection(getattr(item, "fixturenames", ())):
         size = _SIZES.get(fixture) or parameters.get(fixture) or parameters["size"]
         keras = parameters["keras"] if "keras" in fixture else "3"
-        backend = _BACKENDS.get(fixture, parameters.get("backend"))
-        size, keras, environment = _kind(size, keras, backend)
+        engine = _ENGINES.get(fixture, parameters.get("engine"))
+        size, keras, environment = _kind(size, keras, engine)
         kinds.append("-".join([str(size), keras, *dict(environment).values()]))
     return max(kinds, default=None)
 
@@ -247,22 +247,22 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "backend" not in metafunc.fixturenames:
+    if "engine" not in metafunc.fixturenames:
         return
-    backends: list[str | None] = [None]
-    if metafunc.definition.get_closest_marker("both_backends"):
-        backends = list(BACKENDS)
+    engines: list[str | None] = [None]
+    if metafunc.definition.get_closest_marker("both_engines"):
+        engines = list(ENGINES)
     more = metafunc.definition.get_closest_marker("more_engines")
-    if more is not None and not CHOSEN_BACKEND:
-        backends += more.args
-    if backends != [None]:
-        names = [backend or "usual" for backend in backends]
-        metafunc.parametrize("backend", backends, indirect=True, ids=names, scope="session")
+    if more is not None and not CHOSEN_ENGINE:
+        engines += more.args
+    if engines != [None]:
+        names = [engine or "usual" for engine in engines]
+        metafunc.parametrize("engine", engines, indirect=True, ids=names, scope="session")
 
 
 @pytest.fixture(scope="session")
-def backend(request: pytest.FixtureRequest) -> str | None:
-    """The backend in tests that are marked ``both_backends`` or ``more_engines``; else the ranks' own choice."""
+def engine(request: pytest.FixtureRequest) -> str | None:
+    """The engine in tests that are marked ``both_engines`` or ``more_engines``; else the ranks' own choice."""
     return getattr(request, "param", None)
 
 
@@ -279,20 +279,20 @@ def keras(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def ranks(size: int, backend: str | None) -> Pool:
+def ranks(size: int, engine: str | None) -> Pool:
     """1, 2 and 3 ranks, under Keras 3: for what has nothing to do with Keras."""
-    return _pool(size, "3", backend)
+    return _pool(size, "3", engine)
 
 
 @pytest.fixture(params=WORLD_SIZES[1:], ids=lambda size: f"{size}ranks")
-def several_ranks(request: pytest.FixtureRequest, backend: str | None) -> Pool:
+def several_ranks(request: pytest.FixtureRequest, engine: str | None) -> Pool:
     """2 and 3 ranks, under Keras 3: for what has nothing to do on a single device."""
-    return _pool(request.param, "3", backend)
+    return _pool(request.param, "3", engine)
 
 
 @pytest.fixture(params=WORLD_SIZES[1:], ids=lambda size: f"{size}ranks")
 def tensorflow_ranks(request: pytest.FixtureRequest) -> Pool:
-    """2 and 3 ranks on TensorFlow's backend, under Keras 3."""
+    """2 and 3 ranks on TensorFlow's engine, under Keras 3."""
     return _pool(request.param, "3", "tensorflow")
 
 
@@ -303,9 +303,9 @@ def open_mpi_ranks() -> Pool:
 
 
 @pytest.fixture
-def two_ranks(backend: str | None) -> Pool:
+def two_ranks(engine: str | None) -> Pool:
     """2 ranks, under Keras 3: for what is too large for more."""
-    return _pool(2, "3", backend)
+    return _pool(2, "3", engine)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from pool import Pool
 import npu_device as npu
 from npu_device.distribute import hccl_ops
 
-pytestmark = pytest.mark.both_backends
+pytestmark = pytest.mark.both_engines
 
 
 def body_kinds() -> dict[str, Any]:

@@ -54,7 +54,7 @@ def body_new_numbers() -> int:
 
 
 @pytest.mark.once
-@pytest.mark.both_backends
+@pytest.mark.both_engines
 def test_new_python_numbers_take_no_memory(two_ranks: Pool) -> None:
     # TensorFlow kept 0.7 KB for each: 140 KB.
     assert max(two_ranks.run(body_new_numbers)) < 60 << 10
@@ -180,9 +180,9 @@ def body_graphs(known: bool) -> tuple[dict[str, int], int, int]:
 
 
 @pytest.mark.once
-@pytest.mark.both_backends
-def test_graphs_that_are_traced_anew_are_released(two_ranks: Pool, backend: str) -> None:
-    for alive, called, left in two_ranks.run(body_graphs, backend == "tensorflow"):
+@pytest.mark.both_engines
+def test_graphs_that_are_traced_anew_are_released(two_ranks: Pool, engine: str) -> None:
+    for alive, called, left in two_ranks.run(body_graphs, engine == "tensorflow"):
         assert max(alive.values()) <= 1, alive  # TensorFlow keeps the latest
         assert left <= 20 < called
 
@@ -221,7 +221,7 @@ def body_tags_and_groups(tags: int, length: int, groups: int) -> list[bool]:
     return [bounded(tags, lambda tag: exchange(float(tag), tag)), bounded(groups, in_group)]
 
 
-@pytest.mark.both_backends
+@pytest.mark.both_engines
 @pytest.mark.parametrize(("tags", "length", "groups"), [(600, 1, 40), (40, 300_000, 12)])
 def test_many_tags_and_groups_leave_nothing_behind(
     several_ranks: Pool, tags: int, length: int, groups: int

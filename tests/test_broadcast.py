@@ -79,9 +79,9 @@ def body_transfers() -> tuple[int, int]:
     return sum(kind.startswith("CollectiveBcast") for kind in kinds), kinds.count("PyFuncStateless")
 
 
-@pytest.mark.both_backends
-def test_many_variables_take_few_transfers(two_ranks: Pool, backend: str) -> None:
-    expected = {"shared_memory": (0, 1), "tensorflow": (1, 2)}.get(backend, (0, 2))
+@pytest.mark.both_engines
+def test_many_variables_take_few_transfers(two_ranks: Pool, engine: str) -> None:
+    expected = {"shared_memory": (0, 1), "tensorflow": (1, 2)}.get(engine, (0, 2))
     assert two_ranks.run(body_transfers) == [expected] * 2
 
 

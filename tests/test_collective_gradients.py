@@ -61,7 +61,7 @@ def body_gradients(graph: bool) -> dict[str, list[Any]]:
     return found
 
 
-@pytest.mark.both_backends
+@pytest.mark.both_engines
 @pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
 def test_gradients_of_collectives_agree_with_finite_differences(
     several_ranks: Pool, graph: bool

@@ -1,5 +1,5 @@
 """Results of reductions and moves: each dtype, operation and compression, on both sides of a slot and of a ring of
-shared memory, on both backends; the range and the rounding of sums and means; empty tensors, unknown shapes and 200 MB.
+shared memory, on both engines; the range and the rounding of sums and means; empty tensors, unknown shapes and 200 MB.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 import tensorflow as tf
 from caught_messages import error_of
 from collective_bodies import FLOATS, INTEGERS, all_to_all, group, in_graph, small_data_in_messages
-from conftest import BACKENDS
+from conftest import ENGINES
 from pool import Pool
 
 import npu_device as npu
@@ -23,7 +23,7 @@ from npu_device._src.collectives.moves import all_gather, all_gather_v, all_to_a
 from npu_device._src.collectives.ops import all_reduce, broadcast, reduce, reduce_scatter
 from npu_device._src.gradients.reduction import ReductionOptions, reduce_list
 
-pytestmark = pytest.mark.both_backends
+pytestmark = pytest.mark.both_engines
 
 SLOT, RING = 512 << 10, 8 << 20  # bytes
 LARGE = 200_000_000
@@ -150,9 +150,9 @@ def body_operations(
 
 
 @pytest.mark.more_engines("tcp", "mpi", "Open MPI")
-def test_every_operation_on_both_sides_of_a_slot(several_ranks: Pool, backend: str) -> None:
-    dtypes = (*FLOATS, *INTEGERS) if backend in BACKENDS else FEW_DTYPES
-    results = several_ranks.run(body_operations, backend == "shared_memory", SLOT, dtypes)
+def test_every_operation_on_both_sides_of_a_slot(several_ranks: Pool, engine: str) -> None:
+    dtypes = (*FLOATS, *INTEGERS) if engine in ENGINES else FEW_DTYPES
+    results = several_ranks.run(body_operations, engine == "shared_memory", SLOT, dtypes)
     for wrong, tried, _ in results:
         assert wrong == []
         assert tried > 15 * len(dtypes)
@@ -306,8 +306,8 @@ def body_block() -> list[bool]:
 
 
 @pytest.mark.more_engines("tcp", "mpi")
-def test_reduce_scatter_gives_the_bits_of_all_reduce(several_ranks: Pool, backend: str) -> None:
-    if backend == "tensorflow":
+def test_reduce_scatter_gives_the_bits_of_all_reduce(several_ranks: Pool, engine: str) -> None:
+    if engine == "tensorflow":
         pytest.skip("TensorFlow's ring adds up in another order for each block")
     for same in several_ranks.run(body_block):
         assert same == [True] * len(FLOATS) * len(COMBINE)
@@ -437,7 +437,7 @@ def test_200_mb_are_reduced_in_time_and_little_memory(two_ranks: Pool) -> None:
             assert peak < 5 * LARGE
 
 
-def test_lengths_of_rows_on_tensorflows_backend() -> None:
+def test_lengths_of_rows_on_tensorflows_engine() -> None:
     for length in (0, 1, 4096, 4097, 2**30 + 1, 2**31 - 1):
         padded = int(rounded(tf.constant(length, tf.int32)))
         assert length <= padded <= max(length * 9 // 8, 2 * length if length <= 4096 else 0), length

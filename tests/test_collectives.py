@@ -11,7 +11,7 @@ import collective_bodies as bodies
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import BACKENDS
+from conftest import ENGINES
 from pool import Pool
 
 from npu_device._src.collectives.moves import (
@@ -24,7 +24,7 @@ from npu_device._src.collectives.moves import (
 )
 from npu_device._src.collectives.ops import barrier, broadcast, reduce_scatter
 
-pytestmark = pytest.mark.both_backends
+pytestmark = pytest.mark.both_engines
 
 # All dtypes eagerly, and a few in graphs and in a group of some ranks: TensorFlow traces a function for each.
 EVERY_DTYPE = (*bodies.FLOATS, *bodies.INTEGERS, "bool", "complex64", "complex128")
@@ -112,9 +112,9 @@ def moved(ranks: tuple[int, ...], me: int, dtype: str) -> dict[str, np.ndarray]:
     ids=["world-eager", "world-graph", "sub-graph"],
 )
 def test_moved_values_arrive_at_the_right_ranks(
-    several_ranks: Pool, kind: str, mode: str, dtypes: tuple[str, ...], backend: str
+    several_ranks: Pool, kind: str, mode: str, dtypes: tuple[str, ...], engine: str
 ) -> None:
-    dtypes = dtypes if backend in BACKENDS else FEW_DTYPES
+    dtypes = dtypes if engine in ENGINES else FEW_DTYPES
     for rank, results in enumerate(several_ranks.run(body_moves, kind, mode, dtypes)):
         ranks = bodies.members(several_ranks.size, rank, kind)
         for dtype, found in results.items():

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import job
 import pytest
-from conftest import BACKENDS
+from conftest import ENGINES
 from launcher import ROOT, assert_no_shared_files_since, environment, npurun, shared_files, start
 from ranks import SHORT_LIMITS, all_through, free_port
 from rendezvous_ranks import WORKER, without_table
@@ -56,12 +56,12 @@ def _until(path: Path, condition: str = "True") -> str:
 def _side_by_side(
     directory: Path, sources: dict[str, str], **variables: str
 ) -> list[list[ForkedProcess]]:
-    """Start two ranks of each script, on the backend that has its name if there is one; wait until all are ready."""
+    """Start two ranks of each script, on the engine that has its name if there is one; wait until all are ready."""
     jobs = []
     for name, source in sources.items():
         (place := directory / name).mkdir()
-        backend = all_through(name) if name in BACKENDS else {}
-        jobs.append(job.start(place, 2, source, **backend, **variables))
+        engine = all_through(name) if name in ENGINES else {}
+        jobs.append(job.start(place, 2, source, **engine, **variables))
     for processes in jobs:
         job.wait_for(processes)
     return jobs
@@ -84,7 +84,7 @@ def test_a_frozen_rank_that_goes_on_harms_nobody(tmp_path: Path) -> None:
         'print("all well", flush=True)\n'
     )
     jobs = _side_by_side(
-        tmp_path, dict.fromkeys(BACKENDS, source), **{TF_GRPC_DEFAULT_OPTIONS.name: options}
+        tmp_path, dict.fromkeys(ENGINES, source), **{TF_GRPC_DEFAULT_OPTIONS.name: options}
     )
     time.sleep(0.5)
     for frozen, processes in enumerate(jobs):
@@ -101,7 +101,7 @@ def test_a_frozen_rank_that_goes_on_harms_nobody(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_when_rank_0_is_frozen_the_others_end_after_the_limit(tmp_path: Path) -> None:
-    sources = dict.fromkeys(BACKENDS, READY + _until(tmp_path / "go") + "step()\n")
+    sources = dict.fromkeys(ENGINES, READY + _until(tmp_path / "go") + "step()\n")
     jobs = _side_by_side(
         tmp_path, sources, NPU_DEVICE_STALL_WARNING="1", NPU_DEVICE_STALL_TIMEOUT="2"
     )
@@ -152,8 +152,8 @@ os.environ.update(NPU_DEVICE_STALL_WARNING="1", NPU_DEVICE_STALL_TIMEOUT="2")
     assert "the hub of the job has not answered for 3 s" in result.output
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_killed_rank_is_known_to_all_before_any_limit(tmp_path: Path, backend: str) -> None:
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_killed_rank_is_known_to_all_before_any_limit(tmp_path: Path, engine: str) -> None:
     """It leaves nothing in /dev/shm. The shortest limit is that of the kernel's keepalive."""
     before = shared_files()
     kill = """
@@ -166,15 +166,13 @@ try:
 finally:
     print("raised at", time.time(), flush=True)
 """
-    killed, other = job.run(
-        tmp_path, 2, BEGIN.format(elements=LARGE) + kill, **all_through(backend)
-    )
+    killed, other = job.run(tmp_path, 2, BEGIN.format(elements=LARGE) + kill, **all_through(engine))
     assert_no_shared_files_since(before)
     assert other.code == 1
     seconds = job.stamp(other.output, "raised") - job.stamp(killed.output, "killed")
     assert seconds < KEEPALIVE_AFTER_SECONDS  # 0.1 s on a free machine
     # TensorFlow's ring may see the broken connection first, and names the rank in its own way.
-    if backend != "tensorflow" or "/job:worker/replica:0/task:0" not in other.output:
+    if engine != "tensorflow" or "/job:worker/replica:0/task:0" not in other.output:
         assert (
             "PeerError" in other.output
             and "rank 0 on host node0 is gone: its process" in other.output

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import job
 import pytest
-from conftest import CHOSEN_BACKEND
+from conftest import CHOSEN_ENGINE
 from ranks import DEAD_PROXY, SHORT_LIMITS, all_through
 
 from npu_device._src.cluster.tracebacks import parse, without_libraries
@@ -164,7 +164,7 @@ def test_used_before_open_where_the_job_needs_tensorflows_server(tmp_path: Path)
         assert "call `npu.open()` right after the imports" in output
 
 
-@pytest.mark.skipif(CHOSEN_BACKEND is not None, reason="chooses the backends itself")
+@pytest.mark.skipif(CHOSEN_ENGINE is not None, reason="chooses the engines itself")
 def test_used_before_open_where_no_engine_is_named(tmp_path: Path) -> None:
     """One rank did; all use TCP, with one warning."""
     script = (
@@ -184,7 +184,7 @@ def test_used_before_open_where_no_engine_is_named(tmp_path: Path) -> None:
     assert "NPU_DEVICE_BACKEND=tcp" in warnings
 
 
-@pytest.mark.skipif(CHOSEN_BACKEND is not None, reason="chooses the backends itself")
+@pytest.mark.skipif(CHOSEN_ENGINE is not None, reason="chooses the engines itself")
 def test_a_dead_proxy_in_the_environment(tmp_path: Path) -> None:
     """gRPC would reach the other ranks through it. ``mpi_ranks`` sets one for MPI."""
     limits = {
@@ -202,7 +202,7 @@ def test_a_dead_proxy_in_the_environment(tmp_path: Path) -> None:
         assert "sum 2.0 elsewhere,127.0.0.1" in output
 
 
-def test_a_backend_that_there_is_not(tmp_path: Path) -> None:
+def test_an_engine_that_there_is_not(tmp_path: Path) -> None:
     """An error on all ranks, or on rank 0 a warning."""
     script = BEGIN + "npu.distribute.all_reduce(tf.ones([1000]), 'sum')"
     for output in job.outputs(tmp_path, 2, script, code=1, **all_through("nccl")):
@@ -213,7 +213,7 @@ def test_a_backend_that_there_is_not(tmp_path: Path) -> None:
     assert "NPU_DEVICE_SHARED_MEMORY=required" not in second
 
 
-@pytest.mark.skipif(CHOSEN_BACKEND is not None, reason="chooses the backends itself")
+@pytest.mark.skipif(CHOSEN_ENGINE is not None, reason="chooses the engines itself")
 def test_forgotten_open_is_made_good_and_close_ends_it(tmp_path: Path) -> None:
     """Where the job needs no server, after TensorFlow has been used, too."""
     script = """
@@ -260,9 +260,9 @@ def test_a_rank_that_stops_while_its_data_are_sent(tmp_path: Path) -> None:
     """Transfers have no limit of their own: the stall watch ends them, as it ends agreements."""
     limits = {"NPU_DEVICE_STALL_WARNING": "1", "NPU_DEVICE_STALL_TIMEOUT": "2"}
     script, jobs = BEGIN + TRANSFERS.replace("{signal}", "SIGSTOP"), []
-    for backend in ("tensorflow", "tcp"):
-        (directory := tmp_path / backend).mkdir()
-        jobs.append(job.start(directory, 2, script, **all_through(backend), **limits))
+    for engine in ("tensorflow", "tcp"):
+        (directory := tmp_path / engine).mkdir()
+        jobs.append(job.start(directory, 2, script, **all_through(engine), **limits))
     for ranks in jobs:
         [first] = job.finish(ranks[:1], timeout=45)
         job.kill(ranks[1:])

@@ -158,7 +158,7 @@ def body_ends(kind: str) -> list[float]:
     return variable.numpy()[:2].tolist()
 
 
-@pytest.mark.both_backends
+@pytest.mark.both_engines
 @pytest.mark.parametrize("kind", ["plain", "computed in a function", "in a loop"])
 def test_every_end_of_the_data(several_ranks: Pool, kind: str) -> None:
     size = several_ranks.size

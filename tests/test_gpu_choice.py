@@ -73,7 +73,7 @@ def test_a_gpu_and_the_reason_for_none_are_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("devices", "hosts", "backend", "why"),
+    ("devices", "hosts", "engine", "why"),
     [
         ((GPU0, GPU1), "aa", "auto", ""),
         ((GPU0, GPU0), "ab", "auto", ""),  # GPU 0 of two hosts
@@ -86,9 +86,9 @@ def test_a_gpu_and_the_reason_for_none_are_named() -> None:
     ],
 )
 def test_nccl_needs_a_gpu_for_each_rank(
-    devices: tuple[Device, ...], hosts: str, backend: str, why: str
+    devices: tuple[Device, ...], hosts: str, engine: str, why: str
 ) -> None:
-    assert gpu_choice.why_no_nccl(devices, hosts, backend) == why
+    assert gpu_choice.why_no_nccl(devices, hosts, engine) == why
 
 
 def test_sharing_is_of_memory_not_of_chips() -> None:

@@ -150,7 +150,7 @@ def body_unknown_table() -> str:
     return error_of(reduce_list, job, [rows], ReductionOptions("sum", adds_rows=True), mine)
 
 
-@pytest.mark.both_backends
+@pytest.mark.both_engines
 def test_a_table_whose_length_some_ranks_do_not_know(several_ranks: Pool) -> None:
     for text in several_ranks.run(body_unknown_table):
         assert "They differ in: tensor_0" in text and "without dense_shape" in text, text

@@ -67,13 +67,13 @@ npu.distribute.replicate(model).fit(np.ones([4, 2]), np.ones([4, 1]), verbose=0)
 
 
 @pytest.mark.parametrize(
-    ("backend", "statement", "number"),
+    ("engine", "statement", "number"),
     [("tensorflow", "on", 1), ("tensorflow", "off", 0), ("tcp", "on", 0)],
 )
 def test_rank_0_says_once_which_ports_are_open(
-    tmp_path: Path, backend: str, statement: str, number: int
+    tmp_path: Path, engine: str, statement: str, number: int
 ) -> None:
-    variables = {"NPU_DEVICE_SHARED_MEMORY": "off", "NPU_DEVICE_BACKEND": backend}
+    variables = {"NPU_DEVICE_SHARED_MEMORY": "off", "NPU_DEVICE_BACKEND": engine}
     first, second = job.outputs(
         tmp_path, 2, OPEN_PORTS, NPU_DEVICE_STATEMENT=statement, **variables
     )

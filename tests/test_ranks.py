@@ -33,7 +33,7 @@ def body_objects() -> tuple[int, int, bool]:
     return rank, size, npu.distribute.is_main()
 
 
-@pytest.mark.both_backends
+@pytest.mark.both_engines
 def test_an_object_of_each_rank_reaches_all_ranks(ranks: Pool, size: int) -> None:
     assert ranks.run(body_objects) == [(rank, size, rank == 0) for rank in range(size)]
 
@@ -100,7 +100,7 @@ def body_weighted(graph: bool) -> Any:
     return [*map(float, found), float(result["loss"]), float(result["rest"][0][-1])]
 
 
-@pytest.mark.both_backends
+@pytest.mark.both_engines
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "function"])
 def test_a_weighted_mean_counts_each_rank_by_its_weight(
     ranks: Pool, size: int, graph: bool

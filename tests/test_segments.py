@@ -25,7 +25,7 @@ from npu_device._src.gradients.segments import production_order
 WIDTH = 512
 
 
-pytestmark = pytest.mark.both_backends
+pytestmark = pytest.mark.both_engines
 
 
 def _segment_sizes(function: Any) -> list[int]:
@@ -156,11 +156,11 @@ def body_times(overlap: bool, cores: int) -> Any:
     ids=["hcom_parallel", "without", "on one core"],
 )
 def test_the_first_segment_arrives_before_the_last_gradient_exists(
-    two_ranks: Pool, backend: str, overlap: bool, cores: int
+    two_ranks: Pool, engine: str, overlap: bool, cores: int
 ) -> None:
     """Unless the options forbid it, or shared memory would take a rank's only core from backward."""
     for differences in two_ranks.run(body_times, overlap, cores):
-        if overlap and (cores > 1 or backend != "shared_memory"):
+        if overlap and (cores > 1 or engine != "shared_memory"):
             assert np.sort(differences)[1] < 0, "in two of five steps, whatever else runs here"
         else:
             assert np.median(differences) > -0.02, (

@@ -144,7 +144,7 @@ def sparse_means(dtype: str) -> tuple[str, list[float]]:
         ).tolist()
 
 
-@pytest.mark.both_backends
+@pytest.mark.both_engines
 def test_the_mean_of_sparse_integers(several_ranks: Pool) -> None:
     size = several_ranks.size
     expected = [

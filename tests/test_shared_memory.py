@@ -20,7 +20,7 @@ from npu_device._src.collectives.engines.host.host_detection import is_supported
 
 pytestmark = pytest.mark.skipif(
     not is_supported() or os.environ.get("NPU_DEVICE_BACKEND") == "tensorflow",
-    reason="needs Linux on x86-64, and isn't about TensorFlow's backend",
+    reason="needs Linux on x86-64, and isn't about TensorFlow's engine",
 )
 
 

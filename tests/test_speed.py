@@ -262,7 +262,7 @@ def test_ranks_that_do_not_train_together_are_a_problem() -> None:
     assert "doesn't open npu_device on 2 ranks" in outcome.outcome(START, runs, {}).problem
 
 
-def traced_run(directory: Path, backend: str) -> Run:
+def traced_run(directory: Path, engine: str) -> Run:
     """Return a run of two ranks that reduce with an engine, each on a host of its own."""
     processes = TimedProcess(str(directory), 10).run_of(Setup(2), TRACED)
     # In milliseconds: 10 of input, 60 of computing, 20 of communication, 10 of the update.
@@ -291,7 +291,7 @@ def traced_run(directory: Path, backend: str) -> Run:
             0.0,
             0.0,
             "model",
-            backend,
+            engine,
             "world",
             gradients,
             ((0, 1),),
@@ -310,17 +310,17 @@ SPLIT = ("NPU_DEVICE_SPLIT", "1.18")
 
 
 @pytest.mark.parametrize(
-    ("backend", "remedies"),
+    ("engine", "remedies"),
     [
         ("tensorflow", [PIPELINE, SPLIT, ("NPU_DEVICE_BACKEND", "1.12")]),
         ("tcp", [PIPELINE, SHARD, SPLIT]),
     ],
 )
 def test_remedies_are_for_parts_that_take_time(
-    backend: str, remedies: list[tuple[str, str]], tmp_path: Path
+    engine: str, remedies: list[tuple[str, str]], tmp_path: Path
 ) -> None:
     runs = runs_of([1.5] * 5)
-    runs[Setup(2)][0] = traced_run(tmp_path, backend)
+    runs[Setup(2)][0] = traced_run(tmp_path, engine)
     found = outcome.outcome(START, runs, {})
     assert found.speedups[1].parts == pytest.approx(
         {"input": 10, "computing": 60, "update": 10, "communication": 20, "waiting": 0}

@@ -83,7 +83,7 @@ def body_one_group(elements: int, kind: str, rounds: int) -> tuple[list[str], in
     return errors, sum(wrong for wrong in ended if not isinstance(wrong, Exception))
 
 
-@pytest.mark.both_backends
+@pytest.mark.both_engines
 @pytest.mark.parametrize("rounds", [5, pytest.param(200, marks=pytest.mark.full)])
 @pytest.mark.parametrize("elements, kind", [(1 << 18, "named"), (3, "unnamed"), (3, "pooled")])
 def test_one_group_of_two_threads_is_refused(
@@ -156,7 +156,7 @@ def body_other_order(kind: str, rounds: int) -> tuple[list[str], list[float]]:
     return errors, wrong
 
 
-@pytest.mark.both_backends
+@pytest.mark.both_engines
 @pytest.mark.parametrize("rounds", [3, pytest.param(200, marks=pytest.mark.full)])
 @pytest.mark.parametrize("kind", ["threads", "timers", "queue", "pooled"])
 def test_threads_that_start_in_another_order(several_ranks: Pool, kind: str, rounds: int) -> None:
@@ -218,7 +218,7 @@ def _run_in_one_thread(kind: str, run: Callable[[Any], Any], argument: Any) -> N
             time.sleep(0.01)
 
 
-@pytest.mark.both_backends
+@pytest.mark.both_engines
 @pytest.mark.parametrize(
     "kind",
     ["threads", "methods", "lambdas", "subclass", "timers", "pooled", "pool of multiprocessing"],
@@ -245,7 +245,7 @@ def body_works_of_pools(rounds: int) -> list[Any]:
     return sums
 
 
-@pytest.mark.both_backends
+@pytest.mark.both_engines
 @pytest.mark.parametrize("rounds", [20, pytest.param(200, marks=pytest.mark.full)])
 def test_works_of_pools_one_after_the_other(several_ranks: Pool, rounds: int) -> None:
     size = several_ranks.size
@@ -279,7 +279,7 @@ def body_a_group_each_in_other_order(kind: str) -> list[Any]:
     return wrong
 
 
-@pytest.mark.both_backends
+@pytest.mark.both_engines
 @pytest.mark.parametrize("kind", ["threads", "timers", "queue", "pooled"])
 def test_a_group_for_each_thread_that_starts_in_another_order(
     several_ranks: Pool, kind: str
@@ -413,7 +413,7 @@ def _in_loop(step: Any) -> tf.Tensor:
     return thrice()
 
 
-@pytest.mark.both_backends
+@pytest.mark.both_engines
 def test_threads_one_after_the_other(several_ranks: Pool) -> None:
     assert several_ranks.run(body_one_after_the_other) == [[0] * 14] * several_ranks.size
 
@@ -452,7 +452,7 @@ def body_a_group_each(elements: int, pooled: bool = False) -> list[Any]:
     return wrong
 
 
-@pytest.mark.both_backends
+@pytest.mark.both_engines
 def test_a_group_for_each_thread_of_a_pool(several_ranks: Pool) -> None:
     assert several_ranks.run(body_a_group_each, 3, True) == [[0, 0]] * several_ranks.size
 
@@ -478,7 +478,7 @@ def body_a_tag_each(elements: int) -> list[int]:
     )
 
 
-@pytest.mark.both_backends
+@pytest.mark.both_engines
 @pytest.mark.parametrize("elements", [3, 1 << 18])
 @pytest.mark.parametrize("body", [body_a_group_each, body_a_tag_each])
 def test_a_group_or_a_tag_for_each_thread(
@@ -524,7 +524,7 @@ def body_unordered(graph: bool) -> dict[str, str]:
     return found
 
 
-@pytest.mark.both_backends
+@pytest.mark.both_engines
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
 def test_collectives_where_calls_have_no_order(several_ranks: Pool, graph: bool) -> None:
     total = sum(range(1, several_ranks.size + 1))

@@ -32,8 +32,8 @@ from npu_device._src.collectives.engine_text import open_ports
 from npu_device._src.collectives.job import current
 rank, size = npu.open().worker_id, npu.open().workers_num
 ports = open_ports(current())
-assert ("BACKEND" == "auto") == ("without the job secret" in ports and "=tcp does without" in ports), ports
-assert "BACKEND" != "auto" or all(host in ports for host in os.environ["HOSTS"].split()), ports
+assert ("ENGINE" == "auto") == ("without the job secret" in ports and "=tcp does without" in ports), ports
+assert "ENGINE" != "auto" or all(host in ports for host in os.environ["HOSTS"].split()), ports
 
 def values(r):
     return np.random.default_rng(r).standard_normal(1000).astype(np.float32)
@@ -86,7 +86,7 @@ before = sent()
 for _ in range(3):
     assert float(npu.distribute.all_reduce(big, "sum")[0]) == size
 npu.distribute.all_reduce(tf.constant(1.0), "sum")
-print("BACKEND sent", (sent() - before) / 3 / 4e6, flush=True)
+print("ENGINE sent", (sent() - before) / 3 / 4e6, flush=True)
 
 def sent_by_steps(shard_optimizer):
     kernels = []
@@ -110,10 +110,10 @@ def sent_by_steps(shard_optimizer):
     return sent() - before
 
 # The engine of TensorFlow divides no updates.
-if "BACKEND" != "auto":
+if "ENGINE" != "auto":
     ratio = sent_by_steps(True) / sent_by_steps(False)
     # One write, which the lines of other ranks do not cut.
-    os.write(1, f"BACKEND divided {ratio:.4f}\\n".encode())
+    os.write(1, f"ENGINE divided {ratio:.4f}\\n".encode())
 """
 
 
@@ -122,15 +122,15 @@ RANKS_OF_A_HOST = """
 import os, sys, traceback
 import tensorflow
 script, port = sys.argv[1:]
-for backend in ("auto", "tcp"):
+for engine in ("auto", "tcp"):
     ranks = []
     for device in ("0", "1"):
         if rank := os.fork():
             ranks.append(rank)
             continue
-        os.environ.update(ASCEND_DEVICE_ID=device, CM_CHIEF_PORT=port, NPU_DEVICE_BACKEND=backend)
+        os.environ.update(ASCEND_DEVICE_ID=device, CM_CHIEF_PORT=port, NPU_DEVICE_BACKEND=engine)
         try:
-            exec(compile(open(script).read().replace("BACKEND", backend), script, "exec"), {"__name__": "__main__"})
+            exec(compile(open(script).read().replace("ENGINE", engine), script, "exec"), {"__name__": "__main__"})
         except BaseException:
             traceback.print_exc()
             os._exit(1)
@@ -168,7 +168,7 @@ def test_hosts_send_what_one_rank_each_needs(tmp_path: Path, count: int) -> None
 @pytest.mark.parametrize("count", [2, FOUR])
 @pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="needs mpi4py")
 def test_mpi_between_hosts(tmp_path: Path, count: int) -> None:
-    script = launcher.script(tmp_path, SCRIPT.replace("BACKEND", "mpi"))
+    script = launcher.script(tmp_path, SCRIPT.replace("ENGINE", "mpi"))
     names = [name(rank // 2) for rank in range(2 * count)]
     remote = [
         "-launcher",
@@ -189,14 +189,14 @@ def test_mpi_between_hosts(tmp_path: Path, count: int) -> None:
     _assert_sent(result.stdout, ("mpi",), count)
 
 
-def _assert_sent(output: str, backends: tuple[str, ...], count: int) -> None:
+def _assert_sent(output: str, engines: tuple[str, ...], count: int) -> None:
     """Assert that all ranks have come to the end, and each host has sent the tensor once if they are two."""
-    assert output.count("checked") == len(backends) * 2 * count, output
-    for backend in backends:
-        most = max(float(found) for found in re.findall(rf"{backend} sent ([0-9.]+)", output))
+    assert output.count("checked") == len(engines) * 2 * count, output
+    for engine in engines:
+        most = max(float(found) for found in re.findall(rf"{engine} sent ([0-9.]+)", output))
         ring = 2 * (count - 1) / count
-        assert 0.95 * ring < most < 1.15 * ring, (backend, most)
-        divided = re.findall(rf"{backend} divided ([0-9.]+)", output)
-        assert len(divided) == 2 * count * (backend != "auto"), output
+        assert 0.95 * ring < most < 1.15 * ring, (engine, most)
+        divided = re.findall(rf"{engine} divided ([0-9.]+)", output)
+        assert len(divided) == 2 * count * (engine != "auto"), output
         # The ranks own the same number of variables.
         assert all(float(ratio) < 1.02 for ratio in divided), divided

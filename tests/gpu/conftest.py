@@ -1,6 +1,6 @@
 """Fixtures of the GPU tests: ranks that share one GPU, and ranks that have one each.
 
-On CPUs, the first share memory, and the second use the backend of TensorFlow, with which NCCL comes. With one GPU, all
+On CPUs, the first share memory, and the second use the engine of TensorFlow, with which NCCL comes. With one GPU, all
 share it, the second as ranks of different hosts by rank table and ``NCCL_HOSTID``, or NCCL would refuse them.
 """
 

@@ -76,13 +76,13 @@ def prepare() -> None:
         os.environ.get("NCCL_HOSTID") == "own"
     ):  # NCCL refuses two ranks of one host on one GPU (tests/gpu)
         os.environ["NCCL_HOSTID"] = os.environ["RANK_ID"]
-    rank, size, backend = (
+    rank, size, engine = (
         npu.distribute.rank(),
         npu.distribute.size(),
         os.environ.get("NPU_DEVICE_BACKEND"),
     )
     if os.environ.get("NPU_DEVICE_SHARED_MEMORY") == "off" and (
-        backend != "tensorflow" or size == 2
+        engine != "tensorflow" or size == 2
     ):
         current().most_message_bytes = 0  # the engine moves all data, however small
     values = [tf.ones([4]), tf.ones([300_000])]

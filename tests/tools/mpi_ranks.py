@@ -14,7 +14,7 @@ from ranks import DEAD_PROXY, PYTHONPATH, clean_environment
 
 from benchmarks import mpiexecs
 
-MPIS = ("mpi", "Open MPI")  # as tests name backends
+MPIS = ("mpi", "Open MPI")  # as tests name engines
 OPEN_MPI = {"OMPI_MCA_mpi_yield_when_idle": "1"}  # tells a pool that it is Open MPI's
 
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}

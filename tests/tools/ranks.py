@@ -35,11 +35,11 @@ DEAD_PROXY = dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")
 """A proxy at which nobody answers."""
 
 
-def all_through(backend: str | None) -> dict[str, str]:
+def all_through(engine: str | None) -> dict[str, str]:
     """Return what lets all tensors of ranks on one host go through an engine; nothing for shared memory."""
-    if backend in (None, "auto", "shared_memory"):
+    if engine in (None, "auto", "shared_memory"):
         return {}
-    return {"NPU_DEVICE_BACKEND": str(backend), "NPU_DEVICE_SHARED_MEMORY": "off"}
+    return {"NPU_DEVICE_BACKEND": str(engine), "NPU_DEVICE_SHARED_MEMORY": "off"}
 
 
 def time_limits(**seconds: float) -> dict[str, str]:
