@@ -50,6 +50,7 @@ def _operations(job: Any, mine: Any, tensor: tf.Tensor) -> dict[str, Sequence[tf
         "transfers": reduced([tensor, tf.cast(flat, tf.int32)], fusion=0, compression="fp16"),
         "rows": reduced([rows]),
         "sums of rows": reduced([rows], adds_rows=True),
+        "allreduce": [hvd.allreduce(tensor)],
         "reducescatter": [hvd.reducescatter(tensor), hvd.reducescatter(tensor[1:], op=hvd.Sum)],
         "alltoall": [hvd.alltoall(tensor), *hvd.alltoall(tensor, tf.range(mine.size))],
     }
