@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+import subprocess
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
@@ -14,7 +15,7 @@ from typing import Any
 
 import job
 import pytest
-from launcher import npurun, start
+from launcher import environment, npurun, start
 from ranks import SHORT_LIMITS, free_port, time_limits
 
 from npu_device._src.check import judge
@@ -176,6 +177,50 @@ def test_a_taken_port_is_told_before_ranks_start() -> None:
         b"another program uses this port" in done.stderr
         and b"could not be completed" in done.stderr
     )
+
+
+def test_an_engine_that_cannot_be_used_is_told_once() -> None:
+    done = npurun("check", "-n", "2", NPU_DEVICE_BACKEND="nccl", limit=LIMIT)
+    assert (done.returncode, done.stdout) == (1, b"")
+    text = (
+        "NPU_DEVICE_BACKEND is nccl, but NCCL can't be used:\nnpurun:   no rank has a GPU\n"
+        "npurun: What to do: start one rank per GPU"
+    )
+    output = done.stderr.decode()
+    assert output.count(text) == 1, output
+    # The rest is that a check begins, that a rank stops the other if that takes longer to end, and that it ends.
+    assert len(output.splitlines()) in (5, 6) and output.count("npurun: ") in (5, 6), output
+
+
+def test_an_engine_that_cannot_be_used_under_another_launcher(tmp_path: Path) -> None:
+    checking = "from npu_device.launch import checking\nchecking.main()\n"
+    for output in job.outputs(tmp_path, 2, checking, code=1, NPU_DEVICE_BACKEND="nccl"):
+        assert "no rank has a GPU\nWhat to do: " in output and "Traceback" not in output
+
+
+def test_an_engine_that_there_is_not_is_told_before_ranks_start() -> None:
+    done = npurun("check", "-n", "2", NPU_DEVICE_BACKEND="nonsense", limit=15)
+    assert done.returncode == 2
+    assert done.stderr.count(b"What to do: correct or unset NPU_DEVICE_BACKEND") == 1
+    assert b"Traceback" not in done.stderr
+
+
+def test_ranks_that_memory_cannot_hold_are_refused() -> None:
+    program = (
+        "from npu_device._src.machine import free_memory\n"
+        "free_memory.usable_memory = lambda *_: 1 << 30\n"
+        "from npu_device.launch.__main__ import main\nmain()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, "check", "-n", "3"],
+        env=environment(),
+        capture_output=True,
+        timeout=LIMIT,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert b"3 ranks need more memory than the 1 GiB of this machine" in done.stderr
+    assert b"checking" not in done.stderr
 
 
 def test_wrong_usage_is_refused() -> None:

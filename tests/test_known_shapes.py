@@ -19,6 +19,7 @@ from npu_device._src.collectives.engines.engines import TwoLevelEngine
 from npu_device._src.collectives.moves import all_gather, all_gather_v
 from npu_device._src.collectives.ops import all_reduce, broadcast, reduce, reduce_scatter
 from npu_device._src.gradients.reduction import ReductionOptions, reduce_list
+from npu_device._src.horovod import tensor_ops as hvd
 
 # As many elements each, so that a rank that sent the first one flat would take the keys of the second.
 SHAPES = ((60, 40), (2400,), (120, 20))
@@ -49,6 +50,9 @@ def _operations(job: Any, mine: Any, tensor: tf.Tensor) -> dict[str, Sequence[tf
         "transfers": reduced([tensor, tf.cast(flat, tf.int32)], fusion=0, compression="fp16"),
         "rows": reduced([rows]),
         "sums of rows": reduced([rows], adds_rows=True),
+        "allreduce": [hvd.allreduce(tensor)],
+        "reducescatter": [hvd.reducescatter(tensor), hvd.reducescatter(tensor[1:], op=hvd.Sum)],
+        "alltoall": [hvd.alltoall(tensor), *hvd.alltoall(tensor, tf.range(mine.size))],
     }
 
 
@@ -60,11 +64,13 @@ def _different(found: Sequence[tf.Tensor], right: Sequence[tf.Tensor]) -> bool:
     return contents(found) != contents(right)
 
 
-def _as_known(rank: int, unknown: int, call: Callable, tensor: tf.Tensor) -> Any:
-    """Call a function of which one rank doesn't know the shape while tracing."""
+def _as_known(
+    rank: int, unknown: int, call: Callable, tensor: tf.Tensor, knows_rank: bool = True
+) -> Any:
+    """Call a function of which one rank doesn't know the shape while tracing, or not even the number of dimensions."""
     shape = tensor.shape
     if rank == unknown:
-        shape = [None] * shape.rank
+        shape = [None] * shape.rank if knows_rank else None
     return in_graph(call, input_signature=[tf.TensorSpec(shape, tensor.dtype)])(tensor)
 
 
@@ -76,7 +82,7 @@ def body_mixed(unknown: int) -> tuple[list[str], Any, Any]:
     for shape, dtype in zip(SHAPES, ("float32", "float32", "bfloat16")):
         tensor = tf.cast(tf.reshape(tf.range(2400) % 5 + mine.rank, shape), dtype)
         right = operations(tensor)
-        found = _as_known(mine.rank, unknown, operations, tensor)
+        found = _as_known(mine.rank, unknown, operations, tensor, knows_rank=dtype == "float32")
         wrong += [f"{name} of {shape}" for name in right if _different(found[name], right[name])]
     drawn = job.engines.tensorflow.kernels.sequence_of(mine)._drawn
     return wrong, list(drawn.items()), job.counts.started()[mine.name, mine.ranks]

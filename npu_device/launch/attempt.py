@@ -239,6 +239,10 @@ class Attempt:
     ) -> None:
         """Report all failures, and show the errors of the first one."""
         first_failure = ranked_failures[0]
+        if first_failure.recorded and not any(error.header for error in errors):
+            # The text that ``checking`` records says all.
+            self._say("\n".join(error.text() for error in errors))
+            return
         nnodes = len(self._plan.nodes)
         self._say(failures.summary(ranked_failures, self._world_size, nnodes, self._started))
         ended_well = {

@@ -9,14 +9,22 @@ import json
 import os
 import sys
 import tempfile
+import time
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
+from npu_device._src import environment
+from npu_device._src.cluster.rank_errors import PeerError
+from npu_device._src.machine.free_memory import problem_of_memory
+from npu_device._src.whole_files import write_whole
 from npu_device._src.wording import counted
 from npu_device.launch import launcher
 from npu_device.launch.arguments import Options
 from npu_device.launch.output import Console
-from npu_device.launch.preparation import FAILED
+from npu_device.launch.preparation import FAILED, START_ERRORS, USAGE
+
+RANK_BYTES = 1 << 29  # memory of a rank that checks: mostly TensorFlow
 
 
 def main() -> None:
@@ -24,7 +32,12 @@ def main() -> None:
     # The report has what the statement would say.
     os.environ.setdefault("NPU_DEVICE_STATEMENT", "off")
     from npu_device._src.check.rank import check
+    from npu_device._src.training.opening import device
 
+    try:
+        device.open()
+    except START_ERRORS as error:
+        _fail(error)
     outcome = check()
     if len(sys.argv) > 1:
         if outcome["leads"]:
@@ -34,6 +47,22 @@ def main() -> None:
         print(outcome["report"], flush=True)
     if not outcome["works"]:
         sys.exit(FAILED)
+
+
+def _fail(error: Exception) -> NoReturn:
+    """End because the ranks can't begin: npurun prints the text for all of them, from the record of one."""
+    path = environment.NPU_DEVICE_ERROR_FILE.get()
+    if path is None:
+        sys.exit(str(error))
+    record = {
+        "time": time.time(),
+        "error": f"{type(error).__name__}: {error}",
+        # No frames: they would only be lines of this package.
+        "traceback": str(error),
+        "secondary": isinstance(error, PeerError),
+    }
+    write_whole(path, json.dumps(record).encode())
+    sys.exit(FAILED)
 
 
 # A check shouldn't wait as long as a training does. What the user sets is left alone.
@@ -50,6 +79,10 @@ def run(options: Options, announces: bool = True) -> int:
     With ``announces=False``, node 0 has told the user already how long it takes.
     """
     console = Console()
+    problem = problem_of_memory(options.nproc_per_node, RANK_BYTES)
+    if problem:
+        console.say(problem)
+        return USAGE
     for name, seconds in _SHORTER.items():
         os.environ.setdefault(name, seconds)
     # A trace that the user has asked for would trace the check.

@@ -18,7 +18,7 @@ from typing import Any
 
 from npu_device._src import environment
 from npu_device._src.horovod import modules
-from npu_device._src.machine.free_memory import usable_memory
+from npu_device._src.machine.free_memory import problem_of_memory
 from npu_device._src.verify.file_shadow import COVERED
 from npu_device._src.verify.plan import PROBLEM, PlannedProcess
 from npu_device.launch.argument_types import add_options
@@ -67,11 +67,9 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace, most_ran
     """End with a message if there is no such script, or no memory for so many ranks on this host."""
     if not options.module and not os.path.isfile(options.script):
         parser.error(f"no such script: {options.script} (looked for it in {os.getcwd()})")
-    memory = usable_memory()
-    if most_ranks * RANK_BYTES > memory:
-        parser.error(
-            f"{most_ranks} ranks need more memory than the {memory >> 30} GiB of this machine or container"
-        )
+    problem = problem_of_memory(most_ranks, RANK_BYTES)
+    if problem:
+        parser.error(problem)
     for signum in (signal.SIGTERM, signal.SIGHUP):
         # nohup asks to ignore the end of the terminal.
         if signal.getsignal(signum) is not signal.SIG_IGN:

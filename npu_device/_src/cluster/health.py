@@ -221,12 +221,12 @@ class Health:
         )
 
     def _failed_text(self, event: Message) -> str:
-        return (
-            f"{self._cluster.name_of(event['rank'])} failed: {event['error']}\n"
-            f"The end of its traceback:\n{event['traceback']}\n"
-            f"{self._cluster.name} stops because of it. Fix the error on rank {event['rank']}; its output has the "
-            "whole traceback."
-        )
+        lines = [f"{self._cluster.name_of(event['rank'])} failed: {event['error']}"]
+        advice = f"{self._cluster.name} stops because of it. Fix the error on rank {event['rank']}"
+        if event["traceback"]:
+            lines.append(f"The end of its traceback:\n{event['traceback']}")
+            advice += "; its output has the whole traceback"
+        return "\n".join([*lines, f"{advice}."])
 
     def _on_uncaught(
         self, error_type: type[BaseException], error: BaseException, trace: TracebackType | None
@@ -267,7 +267,8 @@ class Health:
         self.is_closed = True
         cause = None
         if self._failure is None:
-            self._report_failure(self._record(error, False))
+            # Before the first collective, no frame of the script is known here.
+            self._report_failure({**self._record(error, False), "traceback": ""})
         else:
             cause = PeerError(self._failure)
         self._channel.close()

@@ -1,4 +1,4 @@
-"""The collectives that only move data: all_gather, all_gather_v, all_to_all_v, all_to_all_vc, send, receive.
+"""The collectives that only move data: all_gather, all_gather_v, three all_to_all, send, receive.
 
 They are made like ``ops``. All but send and receive consist of two moves of the engine, ``gather`` and
 ``exchange``, for any dtype and any number of elements. Both are differentiable; everything around them is TensorFlow's
@@ -146,14 +146,6 @@ def all_to_all_vc(job: Job, vector: tf.Tensor, send_count_matrix: Any, group: Gr
     matrix = whole_numbers("send_count_matrix", send_count_matrix, [group.size, group.size])
     static_counts = tf.get_static_value(matrix)
 
-    def body(engine: AgreedEngine, vector: tf.Tensor, matrix: tf.Tensor) -> tf.Tensor:
-        outgoing = checked_blocks(
-            "send", *packed_blocks(matrix[group.rank]), group.size, vector.shape[0]
-        )
-        longest = engine.row_length(vector.dtype, tf.reduce_max(matrix))
-        rows = engine.exchange(pad_blocks(vector, outgoing, longest))
-        return join_blocks(rows, packed_blocks(matrix[:, group.rank]))
-
     result_specs = partial(tf.TensorSpec, [None], vector.dtype)
     # Every rank has the same matrix; of one that only the running graph knows, this isn't checked.
     counts = "known to the running graph only"
@@ -162,8 +154,49 @@ def all_to_all_vc(job: Job, vector: tf.Tensor, send_count_matrix: Any, group: Gr
     details = {"send_count_matrix": counts}
     inputs = [vector, matrix]
     collective = Collective(
-        "all_to_all_vc", group, [vector], body, inputs, result_specs, details, is_ragged=True
+        "all_to_all_vc", group, [vector], _exchange, inputs, result_specs, details, is_ragged=True
     )
+    return collective.run(job)
+
+
+def _exchange(engine: AgreedEngine, vector: tf.Tensor, matrix: tf.Tensor) -> tf.Tensor:
+    """Exchange blocks that lie one after the other; rank i (row) sends so many elements to rank j (column)."""
+    group = engine.group
+    outgoing = checked_blocks(
+        "send", *packed_blocks(matrix[group.rank]), group.size, vector.shape[0]
+    )
+    longest = engine.row_length(vector.dtype, tf.reduce_max(matrix))
+    rows = engine.exchange(pad_blocks(vector, outgoing, longest))
+    return join_blocks(rows, packed_blocks(matrix[:, group.rank]))
+
+
+def all_to_all_rows(
+    job: Job, tensor: tf.Tensor, splits: tf.Tensor, group: Group
+) -> list[tf.Tensor]:
+    """Exchange rows, as Horovod's ``alltoall`` does: the first ones go to rank 0, the next ones to rank 1, and so on.
+
+    ``splits`` are the numbers of rows for each rank; the other ranks needn't know them. Returns the rows that all ranks
+    send to this one, by rank, and how many each of them sends.
+    """
+    require_first_dimension("alltoall", tensor)
+    require_bits(tensor.dtype)
+    size = group.size
+
+    def body(engine: AgreedEngine, tensor: tf.Tensor, splits: tf.Tensor) -> list[tf.Tensor]:
+        matrix = engine.gather(tf.ensure_shape(splits, [size])[tf.newaxis])
+        row_length = tf.reduce_prod(tf.shape(tensor, tf.int64)[1:])
+        counts = whole_numbers("splits", matrix, [size, size]) * row_length
+        received = matrix[:, group.rank]
+        moved = _exchange(engine, tf.reshape(tensor, [-1]), counts)
+        row_count = tf.reduce_sum(tf.cast(received, tf.int64))
+        return [with_rows(moved, row_count, tensor), received]
+
+    def result_specs() -> list[tf.TensorSpec]:
+        rows = spec_with_first_dimension(tensor, lambda _: None)
+        return [rows, tf.TensorSpec([size], splits.dtype)]
+
+    inputs = [tensor, splits]
+    collective = Collective("alltoall", group, [tensor], body, inputs, result_specs, is_ragged=True)
     return collective.run(job)
 
 
@@ -243,12 +276,7 @@ def gather_ragged(engine: AgreedEngine, tensor: tf.Tensor) -> tf.Tensor:
     padding = longest - tf.size(flat, tf.int64)
     gathered = engine.gather(tf.pad(flat, [[0, 0], [0, padding]]))
     runs = [gathered[rank, : counts[rank]] for rank in range(engine.group.size)]
-    shape = tf.concat([[tf.reduce_sum(all_rows)], row_shape], axis=0)
-    joined = tf.reshape(tf.concat(runs, axis=0), shape)
-    # Only a known rank can be merged with: a shape that is wholly unknown has no dimensions.
-    if tensor.shape.rank:
-        joined.set_shape([None, *tensor.shape[1:]])
-    return joined
+    return with_rows(tf.concat(runs, axis=0), tf.reduce_sum(all_rows), tensor)
 
 
 # Shapes: checks before anything is sent, and the first dimension of results
@@ -270,6 +298,15 @@ def require_first_dimension(collective: str, tensor: tf.Tensor) -> None:
         )
 
 
+def rows_of(tensor: tf.Tensor) -> int | None:
+    """Return the first dimension; None if only the running graph knows it."""
+    # A shape that is wholly unknown has no dimensions.
+    if tensor.shape.rank is None:
+        return None
+    # After ``disable_v2_behavior``, an unknown dimension is an object, and not None.
+    return tf.compat.dimension_value(tensor.shape[0])
+
+
 def spec_with_first_dimension(tensor: tf.Tensor, rows: Callable[[int], Any]) -> tf.TensorSpec:
     """Return the spec of a tensor with another first dimension, ``rows(the tensor's)``; None means any."""
     if tensor.shape.rank is None:
@@ -287,10 +324,17 @@ def with_first_dimension(
     if original.shape.is_fully_defined():
         return tf.reshape(flat, [rows(original.shape[0]), *original.shape[1:]])
     dynamic = tf.shape(original, tf.int64)
-    shape = tf.concat([[rows(dynamic[0])], dynamic[1:]], axis=0)
-    reshaped = tf.reshape(flat, shape)
+    reshaped = with_rows(flat, rows(dynamic[0]), original)
     reshaped.set_shape(spec_with_first_dimension(original, rows).shape)
     return reshaped
+
+
+def with_rows(flat: tf.Tensor, row_count: tf.Tensor, original: tf.Tensor) -> tf.Tensor:
+    """Return the elements as so many rows, int64, of the shape of those of the original."""
+    row_shape = tf.shape(original, tf.int64)[1:]
+    rows = tf.reshape(flat, tf.concat([[row_count], row_shape], axis=0))
+    rows.set_shape(spec_with_first_dimension(original, lambda _: None).shape)
+    return rows
 
 
 # Blocks of different lengths in a one-dimensional buffer, which are located, cut out and put together

@@ -110,9 +110,7 @@ def reduce_scatter(job: Job, tensor: tf.Tensor, reduction: str, group: Group) ->
     """
     require_reduction("reduce_scatter", tensor.dtype, reduction)
     moves.require_first_dimension("reduce_scatter", tensor)
-    rows = None
-    if tensor.shape.rank is not None:
-        rows = tensor.shape[0]
+    rows = moves.rows_of(tensor)
     text = (
         f"reduce_scatter: the first dimension (dim0) must be a multiple of rank_size, the {group.size} ranks of "
         f"{group.name!r}"
@@ -134,6 +132,39 @@ def reduce_scatter(job: Job, tensor: tf.Tensor, reduction: str, group: Group) ->
         return moves.with_first_dimension(reduced, tensor, lambda rows: rows // group.size)
 
     block = moves.spec_with_first_dimension(tensor, lambda rows: rows // group.size)
+    result_specs = _reduced_spec(block, reduction)
+    details = {"reduction": reduction}
+    collective = Collective(
+        "reduce_scatter", group, [tensor], body, result_specs=result_specs, details=details
+    )
+    return collective.run(job)
+
+
+def reduce_scatter_v(job: Job, tensor: tf.Tensor, reduction: str, group: Group) -> tf.Tensor:
+    """Do what ``reduce_scatter`` does for any first dimension, of which the first ranks get a row more if need be.
+
+    Another rank may know more or less of the shape while tracing, so the ranks exchange the same blocks in any case,
+    padded to the longest.
+    """
+    require_reduction("reduce_scatter", tensor.dtype, reduction)
+    moves.require_first_dimension("reduce_scatter", tensor)
+    known_rows = moves.rows_of(tensor)
+    # Blocks of one length need no padding.
+    if known_rows is not None and known_rows % group.size == 0:
+        return reduce_scatter(job, tensor, reduction, group)
+
+    def body(engine: AgreedEngine, tensor: tf.Tensor) -> tf.Tensor:
+        shape = tf.shape(tensor, tf.int64)
+        has_more = tf.range(group.size, dtype=tf.int64) < shape[0] % group.size
+        rows = shape[0] // group.size + tf.cast(has_more, tf.int64)
+        counts = rows * tf.reduce_prod(shape[1:])
+        vector = tf.reshape(tensor, [-1])
+        sent = moves.pad_blocks(vector, moves.packed_blocks(counts), counts[0])
+        reduced = fold(tf.unstack(engine.exchange(sent), num=group.size), reduction)
+        own_block = reduced[: counts[group.rank]]
+        return moves.with_rows(own_block, rows[group.rank], tensor)
+
+    block = moves.spec_with_first_dimension(tensor, lambda _: None)
     result_specs = _reduced_spec(block, reduction)
     details = {"reduction": reduction}
     collective = Collective(

@@ -15,7 +15,7 @@ import tensorflow as tf
 from npu_device._src.collectives.agreed_engine import AgreedEngine
 from npu_device._src.collectives.dtypes import Wire, reduced_dtype, sum_dtype, wire_dtype
 from npu_device._src.collectives.graph import origin
-from npu_device._src.collectives.moves import gather_ragged
+from npu_device._src.collectives.moves import gather_ragged, spec_with_first_dimension
 
 # By type, the output that has no number twice. Lookups with a combiner use these operations: one row for each index, in
 # one process for each of the whole batch.
@@ -139,7 +139,7 @@ def add_up_slices(
     # others; a ring all-reduce sends the dense tensor twice, less one n-th. Both gather the indices.
     counts = engine.gather(tf.shape(own_rows)[tf.newaxis, :1])
     rows, row_indices = tf.cond(tf.reduce_max(counts) * size > 2 * length, dense, gathered)
-    rows.set_shape([None, *slices.values.shape[1:]])
+    rows.set_shape(spec_with_first_dimension(slices.values, lambda _: None).shape)
     return tf.IndexedSlices(rows, row_indices, slices.dense_shape)
 
 

@@ -12,13 +12,12 @@ from typing import Any, Callable
 import tensorflow as tf
 
 from npu_device._src import compat
-from npu_device._src.collectives import ops
+from npu_device._src.collectives import moves, ops
 from npu_device._src.collectives.call import MismatchError
 from npu_device._src.collectives.dtypes import sum_dtype
 from npu_device._src.collectives.graph import differentiable
 from npu_device._src.gradients.reduction import ReductionOptions
 from npu_device._src.horovod.shared_arguments import described, with_effect
-from npu_device._src.training.distribute import ascend_collectives
 from npu_device._src.training.distribute.reduce_values import watch_reduction
 from npu_device._src.training.opening.current_world import current_world
 
@@ -237,16 +236,17 @@ def alltoall(tensor: Any, splits: Any = None, name: str | None = None) -> Any:
         rows = tf.shape(tensor)[0]
         sent = tf.fill([count], rows // count)
         reason = f"rows can't be divided among {count} ranks; pass splits"
-        if tensor.shape[0] is None:
+        known_rows = moves.rows_of(tensor)
+        if known_rows is None:
             # Checked where the graph runs, before anything is sent.
             check = tf.debugging.assert_equal(rows % count, 0, f"alltoall: {reason}")
             with tf.control_dependencies([check]):
                 sent = tf.identity(sent)
-        elif tensor.shape[0] % count:
-            problem = f"{tensor.shape[0]} {reason}"
+        elif known_rows % count:
+            problem = f"{known_rows} {reason}"
     else:
         sent = tf.cast(compat.to_tensor(splits), tf.int32)
-        if sent.shape.rank != 1 or sent.shape[0] not in (count, None):
+        if not sent.shape.is_compatible_with([count]):
             problem = f"splits has shape {sent.shape}; expected one entry for each of {count} ranks"
     if problem:
         raise tf.errors.InvalidArgumentError(None, None, f"alltoall: {problem}")
@@ -254,15 +254,7 @@ def alltoall(tensor: Any, splits: Any = None, name: str | None = None) -> Any:
         if splits is None:
             return tensor
         return tensor, sent
-    # The name of the call holds the shape of the rows, which nothing else compares in a graph.
-    gathered = world.gather(sent, f"alltoall of rows with shape {tensor.shape[1:]}")
-    matrix = tf.reshape(gathered, [count, count])
-    row_shape = tf.shape(tensor)[1:]
-    counts = matrix * tf.reduce_prod(row_shape)
-    flat = ascend_collectives.all_to_all_v_c(tf.reshape(tensor, [-1]), counts, world.rank)
-    received = matrix[:, world.rank]
-    row_count = tf.reduce_sum(received)
-    moved = tf.reshape(flat, tf.concat([[row_count], row_shape], 0))
+    moved, received = moves.all_to_all_rows(world.job, tensor, sent, world.group)
     rows = _with_gradient(moved, lambda upstream: alltoall(upstream, received)[0], tensor)
     if splits is None:
         return rows
@@ -282,19 +274,7 @@ def reducescatter(tensor: Any, *, op: int = Average, **arguments: Any) -> Any:
         if world is None:
             return tensors
         [sent] = tensors
-        rows = sent.shape[0]
-        if rows is not None and rows % world.size == 0:
-            own_rows = ops.reduce_scatter(world.job, sent, reduction, world.group)
-        else:
-            if rows is None:
-                rows = tf.shape(sent)[0]
-            # The first ranks get a row more, so blocks can't be scattered: each rank cuts its own out.
-            least = rows // world.size
-            remainder = rows % world.size
-            start = least * world.rank + tf.minimum(remainder, world.rank)
-            end = start + least + tf.cast(world.rank < remainder, tf.int32)
-            reduced = ops.all_reduce(world.job, sent, reduction, world.group)
-            own_rows = reduced[start:end]
+        own_rows = ops.reduce_scatter_v(world.job, sent, reduction, world.group)
         # The mean of the ranks' gradients, as if each rank had the whole result: not the gradient of the sum.
         factor = 1
         if reduction == "sum":

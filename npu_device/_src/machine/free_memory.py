@@ -48,6 +48,14 @@ def usable_memory(root: Path = Path("/")) -> int:
     return min(limits)
 
 
+def problem_of_memory(ranks: int, rank_bytes: int, root: Path = Path("/")) -> str:
+    """Return why this host can't hold so many ranks; "" if it can."""
+    memory = usable_memory(root)
+    if ranks * rank_bytes > memory:
+        return f"{ranks} ranks need more memory than the {memory >> 30} GiB of this machine or container"
+    return ""
+
+
 def _names_of(folder: Path) -> _Names:
     if (folder / _VERSION_2.limit).exists():
         return _VERSION_2

@@ -151,7 +151,8 @@ class SynchronizedLayers:
             if reduction in self._checked or len(self._checked) >= _CHECKS:
                 return
             self._checked.add(reduction)
-        sizes = set(map(tuple, shapes))
+        # A variable has a rank, so that its gradient has one, too.
+        sizes = {tuple(shape) for shape in shapes if shape.rank is not None}
         trained = []
         for layer in compat.batch_normalizations():
             if layer not in self._told and _may_train(sizes, layer):
