@@ -15,11 +15,12 @@ import tensorflow as tf
 from collective_bodies import apart, counts, group, in_graph
 from pool import Pool
 
+import npu_device as npu
 from npu_device._src.collectives.moves import all_gather, all_gather_v, all_to_all_v, all_to_all_vc
 from npu_device._src.collectives.ops import all_reduce, broadcast, reduce, reduce_scatter
 
 
-def body_gradients(graph: bool) -> dict[str, list[Any]]:
+def body_gradients(mode: str) -> dict[str, list[Any]]:
     """For each operation: the sums of ``g * x`` and ``u * f(x)`` on this rank, f(x), and the second gradient."""
     job, mine = group("world")
     size, me = mine.size, mine.rank
@@ -54,7 +55,11 @@ def body_gradients(graph: bool) -> dict[str, list[Any]]:
 
     found = {}
     for name, call in calls.items():
-        run = in_graph(derivatives) if graph else derivatives
+        run = derivatives
+        if mode == "graph":
+            run = in_graph(derivatives)
+        elif mode == "tapes outside":
+            call = in_graph(call)
         found[name] = [
             value.numpy() for value in run(call, tf.random.stateless_normal([6 * size], [me, 1]))
         ]
@@ -62,14 +67,58 @@ def body_gradients(graph: bool) -> dict[str, list[Any]]:
 
 
 @pytest.mark.both_engines
-@pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
+@pytest.mark.parametrize("mode", ["graph", "tapes outside", "eager"])
 def test_gradients_of_collectives_agree_with_finite_differences(
-    several_ranks: Pool, graph: bool
+    several_ranks: Pool, mode: str
 ) -> None:
-    found = several_ranks.run(body_gradients, graph)
+    found = several_ranks.run(body_gradients, mode)
     for name in found[0]:
         along, losses, results, seconds = zip(*(ranks[name] for ranks in found))
         assert sum(along) == pytest.approx(sum(losses), rel=1e-4, abs=1e-4), name
         for result, second in zip(results, seconds):
             assert result.any() or name.startswith("reduce ")
             np.testing.assert_allclose(second, result, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def body_tape_outside() -> None:
+    """Compare gradients of eager calls with those of a function, whose gradient is a function that TensorFlow makes."""
+    job, mine = group("world")
+    x = tf.reshape(tf.range(8.0), [4, 2])
+    normalization = npu.distribute.SyncBatchNormalization()
+    normalization(x, training=True)
+
+    def sent(x: tf.Tensor, root_rank: int) -> tf.Tensor:
+        return broadcast(job, [x], root_rank, mine)[0]
+
+    calls = {
+        "branch": lambda x: tf.cond(x[0, 0] > -1, lambda: sent(x, 0) * 2, lambda: x),
+        "loop": lambda x: tf.while_loop(
+            lambda step, _: step < 3, lambda step, y: (step + 1, sent(y, 1) * 2 + y), [0, x]
+        )[1],
+        "function": lambda x: in_graph(lambda y: sent(y * 2, 0))(x) + 1,
+        # Nothing but their order keeps these apart.
+        "several": lambda x: sent(x, 0) + sent(x * 2, 1) + all_reduce(job, x, "sum", mine),
+        "several tensors": lambda x: tf.add_n(broadcast(job, [x, x * 2, x * 3], 1, mine)),
+        "layer": lambda x: normalization(x, training=True) * tf.range(2.0),
+    }
+
+    def gradient(call: Any) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            # Each rank's loss is another one.
+            loss = tf.reduce_sum(call(x)) * (mine.rank + 1)
+        return tape.gradient(loss, x)
+
+    for name, call in calls.items():
+        expected = gradient(call)
+        for shape in (x.shape, [None, None]):
+            function = in_graph(call, input_signature=[tf.TensorSpec(shape)])
+            tf.debugging.assert_near(gradient(function), expected, message=name)
+            nested = in_graph(lambda function=function: gradient(function))()
+            tf.debugging.assert_near(nested, expected, message=name)
+
+
+@pytest.mark.both_engines
+@pytest.mark.more_engines("tcp")
+def test_a_tape_outside_of_a_function_gets_gradients_of_all_that_it_calls(two_ranks: Pool) -> None:
+    two_ranks.run(body_tape_outside)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, Callable, Optional
 
 import tensorflow as tf
@@ -19,7 +20,7 @@ from npu_device._src.collectives.engines.engines import Engine, Engines, TwoLeve
 from npu_device._src.collectives.engines.host.host_engine import HostEngine
 from npu_device._src.collectives.engines.host.sockets import fits
 from npu_device._src.collectives.engines.tensorflow.engine import rounded
-from npu_device._src.collectives.graph import differentiable
+from npu_device._src.collectives.graph import after_all, differentiable
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
 
@@ -286,7 +287,12 @@ class _EngineBySize:
             with tf.control_dependencies(comparison):
                 return move(self._engine, terms.of_later_transfers())
 
-        return tf.cond(self._is_small, lambda: move(self._messages, terms), after_message)
+        def in_message() -> Any:
+            return move(self._messages, terms)
+
+        return tf.cond(
+            self._is_small, partial(after_all, in_message), partial(after_all, after_message)
+        )
 
 
 # Gradients

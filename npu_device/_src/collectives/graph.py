@@ -57,6 +57,26 @@ def at_once_in_session() -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext()
 
 
+def after_all(make: Callable[[], Any]) -> Any:
+    """Return the tensors that ``make`` makes, after all operations with a state that it adds to the graph: of a branch
+    and of the gradient of a function, TensorFlow may run only what is needed for results, and some transfers have none
+    on this rank.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    count = len(graph.get_operations())
+    tensors = make()
+    added = graph.get_operations()[count:]
+    with tf.control_dependencies([made for made in added if made.op_def.is_stateful]):
+        return tf.nest.map_structure(_copy, tensors)
+
+
+def _copy(tensor: tf.Tensor | None) -> tf.Tensor | None:
+    # A gradient that there isn't.
+    if tensor is None:
+        return None
+    return tf.identity(tensor)
+
+
 def fetchable(operations: Sequence) -> tf.Operation | None:
     """Return one operation for a session to fetch; None if operations run without being fetched."""
     if not runs_if_fetched():
@@ -241,6 +261,7 @@ def _may_end(graph: tf.Graph, operation: tf.Operation) -> bool:
 
 _GRADIENT = "npu_device_gradient"
 _GRADIENTS_ATTRIBUTE = "_npu_device_gradients"
+_LAST_ATTRIBUTE = "_npu_device_last_gradients"
 
 
 def _dense(upstream: Sequence) -> list:
@@ -277,8 +298,10 @@ def differentiable(
 
     def gradients(*upstream: Any) -> list:
         """Return the gradients of the results, which have none, and of the inputs."""
-        # The results are inputs of the identity as well, and get no gradient from it.
-        return [None] * count + list(backward(*_dense(upstream[:count])))
+        with compat.gradient_of(graph):
+            incoming = _dense(upstream[:count])
+            # The results are inputs of the identity as well, and get no gradient from it.
+            return [None] * count + _in_gradient(graph, lambda: backward(*incoming))
 
     _gradients[gradient_id] = gradients
     # The functions hang on the graph, not in a table: if they refer to its tensors, both go together.
@@ -288,6 +311,18 @@ def differentiable(
         copies = tf.identity_n(arguments, name=f"{_GRADIENT}_{gradient_id}")
     compat.record_operation(_GRADIENT, copies, arguments, gradients)
     return list(copies[:count])
+
+
+def _in_gradient(forward: tf.Graph, make: Callable[[], Sequence]) -> list:
+    """Return the gradients that ``make`` makes; ``forward`` is the graph of what they are of."""
+    graph = compat.graph_being_built()
+    if graph in (None, forward):
+        return list(make())
+    # TensorFlow orders nothing in the graph that it makes for the gradient of a function.
+    with tf.control_dependencies(getattr(graph, _LAST_ATTRIBUTE, [])):
+        tensors = after_all(make)
+    setattr(graph, _LAST_ATTRIBUTE, [tensor for tensor in tensors if tensor is not None])
+    return list(tensors)
 
 
 @tf.RegisterGradient(_GRADIENT)

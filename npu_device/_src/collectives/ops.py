@@ -231,13 +231,15 @@ def broadcast(job: Job, tensors: Sequence[tf.Tensor], root_rank: int, group: Gro
         floats = [tensor.dtype.is_floating for tensor in tensors]
 
         def backward(*upstream: tf.Tensor) -> list[tf.Tensor | None]:
-            gradients = []
+            gradients: list[tf.Tensor | None] = []
             for gradient, is_float in zip(upstream, floats):
                 # Integers have no gradient, and their transfers none to return.
-                if is_float:
-                    gradients.append(reduce(job, gradient, "sum", root_rank, group))
-                else:
+                if not is_float:
                     gradients.append(None)
+                    continue
+                # One after the other, also where TensorFlow orders nothing.
+                with tf.control_dependencies([made for made in gradients if made is not None]):
+                    gradients.append(reduce(job, gradient, "sum", root_rank, group))
             return gradients
 
         received = engine.broadcast(tensors, [root_rank] * len(tensors))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -117,7 +118,7 @@ def through_outer_graphs(tensor: Any) -> Any:
     gradient captures an eager tensor (TensorFlow 2.20, ``cond_v2._resolve_grad_inputs``; tensorflow/tensorflow#44598).
     Can go when it can.
     """
-    function, inner = _graphs_of_function()
+    function, inner = _graphs_of_function(graph_being_built())
     # A tensor needs no capture without a branch or loop to pass through, or in one of a session's graph.
     if not inner or not isinstance(function, FuncGraph):
         return tensor
@@ -127,10 +128,9 @@ def through_outer_graphs(tensor: Any) -> Any:
     return _captured(inner, tensor)
 
 
-def _graphs_of_function() -> tuple[Any, list]:
-    """Return the graph of the function that is being built, and in it those of branches and loops, outermost first."""
+def _graphs_of_function(graph: Any) -> tuple[Any, list]:
+    """Return the graph of the function that a graph is in, and in it those of branches and loops, outermost first."""
     inner: list = []
-    graph = graph_being_built()
     while isinstance(graph, _CONTROL_FLOW):
         inner.insert(0, graph)
         graph = graph.outer_graph
@@ -145,6 +145,21 @@ def _captured(inner: Iterable, tensor: Any) -> Any:
     return tensor
 
 
+_building = threading.local()
+_VALUES_OF_CALL = "_npu_device_values_of_call"
+
+
+@contextlib.contextmanager
+def gradient_of(graph: tf.Graph) -> Iterator[None]:
+    """Build a gradient of operations in this graph: ``at_each_call`` gives what their function has been given."""
+    before = getattr(_building, "forward", None)
+    _building.forward, _ = _graphs_of_function(graph)
+    try:
+        yield
+    finally:
+        _building.forward = before
+
+
 def at_each_call(key: str, value: Callable[[], tf.Tensor]) -> tf.Tensor:
     """Return a tensor of the ``tf.function`` being traced that ``value`` gives at each call, in the thread that calls.
 
@@ -152,23 +167,41 @@ def at_each_call(key: str, value: Callable[[], tf.Tensor]) -> tf.Tensor:
     ``capture_call_time_value`` alone fails for a function that is called in a branch or a loop, since it asks the
     branch for the value (TensorFlow 2.20, ``FuncGraph.capture_call_time_value``). Can go when it asks the function.
     """
-    function, inner = _graphs_of_function()
+    function, inner = _graphs_of_function(graph_being_built())
     if function is None:
         return value()
     # A session's graph has no thread that calls it, and gets 0.
     if not isinstance(function, FuncGraph):
         return tf.constant(0)
+    values = getattr(function, _VALUES_OF_CALL, {})
+    # The values hang on the graph, and go with it.
+    setattr(function, _VALUES_OF_CALL, values)
+    forward = getattr(_building, "forward", None)
+    if key not in values:
+        if forward in (None, function):
+            values[key] = _value_at_each_call(function, key, value)
+        else:
+            # TensorFlow calls the gradient of a function with values of the function only, and has no gradient where
+            # others are needed (TensorFlow 2.20, ``_TapeGradientFunctions._build_functions_for_outputs``).
+            given = getattr(forward, _VALUES_OF_CALL, {}).get(key)
+            if given is None:
+                return tf.constant(0)
+            with function.as_default():
+                values[key] = function.capture(given)
+    return _captured(inner, values[key])
+
+
+def _value_at_each_call(function: FuncGraph, key: str, value: Callable[[], tf.Tensor]) -> tf.Tensor:
     captures = function._function_captures
-    if key not in captures.by_ref_internal:
-        with function.as_default():
-            function.capture_call_time_value(value, tf.TensorSpec([], tf.int32), key=key)
+    with function.as_default():
+        function.capture_call_time_value(value, tf.TensorSpec([], tf.int32), key=key)
 
-        def current() -> list[tf.Tensor]:
-            return [at_each_call(key, value)]
+    def current() -> list[tf.Tensor]:
+        return [at_each_call(key, value)]
 
-        current.output_spec = captures.by_ref_external[key].output_spec  # type: ignore[attr-defined]
-        captures.by_ref_external[key] = current
-    return _captured(inner, captures.by_ref_internal[key])
+    current.output_spec = captures.by_ref_external[key].output_spec  # type: ignore[attr-defined]
+    captures.by_ref_external[key] = current
+    return captures.by_ref_internal[key]
 
 
 def is_default_strategy(strategy: Any) -> bool:
