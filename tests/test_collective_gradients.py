@@ -55,14 +55,14 @@ def body_gradients(mode: str) -> dict[str, list[Any]]:
 
     found = {}
     for name, call in calls.items():
-        run = derivatives
+        arguments = (call, tf.random.stateless_normal([6 * size], [me, 1]))
         if mode == "graph":
-            run = in_graph(derivatives)
+            values = in_graph(derivatives)(*arguments)
         elif mode == "tapes outside":
-            call = in_graph(call)
-        found[name] = [
-            value.numpy() for value in run(call, tf.random.stateless_normal([6 * size], [me, 1]))
-        ]
+            values = derivatives(in_graph(call), arguments[1])
+        else:
+            values = derivatives(*arguments)
+        found[name] = [value.numpy() for value in values]
     return found
 
 
