@@ -34,6 +34,10 @@ def main(versions: str = "null") -> None:
     except ClusterError as error:
         report["error"] = str(error)
     report["seconds"] = time.monotonic() - began
+    for thread in threading.enumerate():
+        # The resolver of the system can't be stopped, and may answer late.
+        if thread.name == "npu_device-resolve":
+            thread.join(10.0)
     report |= {
         "sockets_left": open_sockets() - sockets,
         "threads_left": threading.active_count() - 1,
