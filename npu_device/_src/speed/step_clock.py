@@ -33,8 +33,11 @@ _LEAST_SECONDS = 1.0
 _LOOK_SECONDS = 0.004
 
 # A look takes Python's lock, and some 20 µs for each optimizer. Where every core has a rank, it holds all of them up:
-# 200 looks in a second took a fifth of the time of steps of 4 ms with eight optimizers.
+# 200 looks in a second took a fifth of the time of steps of 4 ms with eight optimizers, and of steps in Python.
 _PAUSE_SECONDS = 0.05
+
+_PART_WITHOUT_LOOKS = 0.9
+"""Of the time that the timed steps should take."""
 
 _MOST_RESTARTS = 5
 """Scripts that trace functions again and again are timed with that."""
@@ -62,7 +65,10 @@ class StepClock:
         # The number of rows in the batches so far; a variable, once a model is called.
         self._rows: Any = 0
         self._begin: _Mark | None = None  # begin of the timed steps
-        self._warm_since = 0.0  # time of the first step that may be timed
+        self._warm: _Mark | None = None  # the first one from which steps may be timed
+        self._step_seconds = 0.0  # time of a step after that
+        self._has_times = False  # there are enough steps since the begin
+        self._is_anew = threading.Event()  # set when the time begins anew
         self._restarts = 0
         self._has_short_epochs = False
         self._epoch_steps = 0  # steps of the latest epoch
@@ -107,6 +113,7 @@ class StepClock:
         if self._begin is not None and self._restarts < _MOST_RESTARTS:
             self._restarts += 1
             self._begin = None
+            self._is_anew.set()
 
     def _begin_epoch(self, callbacks: Any) -> None:
         # Keras knows the length of some datasets only after the first epoch.
@@ -130,7 +137,7 @@ class StepClock:
         self._has_short_epochs = False
 
     def _watch(self) -> None:
-        while True:
+        while not self._is_done:
             # Looked at when a step has just ended, so that whole steps are timed. The callbacks mark short epochs,
             # whose steps needn't be held up by looks.
             steps = self._steps()
@@ -138,7 +145,20 @@ class StepClock:
                 time.sleep(_LOOK_SECONDS)
             if not self._has_short_epochs:
                 self._mark_time(ends_epoch=False)
-            time.sleep(_PAUSE_SECONDS)
+            self._is_anew.clear()
+            self._is_anew.wait(self._pause())
+
+    def _pause(self) -> float:
+        """Return in how many seconds to look again: soon before there should be enough steps."""
+        begin = self._begin
+        if begin is None or self._has_short_epochs:
+            return _PAUSE_SECONDS
+        elapsed = time.monotonic() - begin.time
+        # Times are kept after so many steps, and once more after the least time.
+        wanted = self._process.steps * self._step_seconds
+        if self._has_times:
+            wanted = _LEAST_SECONDS
+        return max(_PAUSE_SECONDS, _PART_WITHOUT_LOOKS * wanted - elapsed)
 
     def _mark_time(self, ends_epoch: bool) -> None:
         """Begin with the timed steps, or keep their times if there are enough."""
@@ -146,16 +166,20 @@ class StepClock:
         begin = self._begin
         if begin is None:
             if mark.steps >= _WARM_UP_STEPS:
-                if not self._warm_since:
+                if self._warm is None:
                     # Python looks once through all objects that importing and tracing made: some 0.25 s, for which
                     # all ranks wait. It does so now, rather than at some point within the timed steps.
                     gc.collect()
-                    self._warm_since = time.monotonic()
-                is_warm = mark.time - self._warm_since >= _WARM_UP_SECONDS
+                    self._warm = mark._replace(time=time.monotonic())
+                warm_seconds = mark.time - self._warm.time
+                is_warm = warm_seconds >= _WARM_UP_SECONDS
                 # Short steps are held up when the ranks compare what they train, for each optimizer by its own steps.
                 final_look = FIRST_LOOKS[-1] * len(self._optimizers)
                 if is_warm or mark.steps > final_look:
                     self._begin = mark
+                    self._has_times = False
+                    warm_steps = mark.steps - self._warm.steps
+                    self._step_seconds = warm_seconds / max(1, warm_steps)
             return
         count = mark.steps - begin.steps
         seconds = mark.time - begin.time
@@ -166,6 +190,7 @@ class StepClock:
         # Memory is read in the traced run only, since that takes a while.
         if self._process.round == TRACED:
             memory = _memory()
+        self._has_times = True
         save_times(self._process, Times(count, seconds, mark.rows - begin.rows or None, memory))
         if seconds >= _LEAST_SECONDS:
             self._is_done = True
