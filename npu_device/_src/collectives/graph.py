@@ -65,8 +65,9 @@ def after_all(make: Callable[[], Any]) -> Any:
     graph = tf.compat.v1.get_default_graph()
     count = len(graph.get_operations())
     tensors = make()
-    added = graph.get_operations()[count:]
-    with tf.control_dependencies([made for made in added if made.op_def.is_stateful]):
+    operations = graph.get_operations()[count:]
+    stateful = [operation for operation in operations if operation.op_def.is_stateful]
+    with tf.control_dependencies(stateful):
         return tf.nest.map_structure(_copy, tensors)
 
 

@@ -1,4 +1,4 @@
-"""The collectives that only move data: all_gather, all_gather_v, three all_to_all, send, receive.
+"""The collectives that only move data: all_gather and all_to_all, each with variants, send and receive.
 
 They are made like ``ops``. All but send and receive consist of two moves of the engine, ``gather`` and
 ``exchange``, for any dtype and any number of elements. Both are differentiable; everything around them is TensorFlow's

@@ -238,7 +238,9 @@ def broadcast(job: Job, tensors: Sequence[tf.Tensor], root_rank: int, group: Gro
                     gradients.append(None)
                     continue
                 # One after the other, also where TensorFlow orders nothing.
-                with tf.control_dependencies([made for made in gradients if made is not None]):
+                with tf.control_dependencies(
+                    [earlier for earlier in gradients if earlier is not None]
+                ):
                     gradients.append(reduce(job, gradient, "sum", root_rank, group))
             return gradients
 

@@ -185,6 +185,7 @@ def at_each_call(key: str, value: Callable[[], tf.Tensor]) -> tf.Tensor:
             # others are needed (TensorFlow 2.20, ``_TapeGradientFunctions._build_functions_for_outputs``).
             given = getattr(forward, _VALUES_OF_CALL, {}).get(key)
             if given is None:
+                # Only the gradient calls in this group: 0 on all ranks, as for the main thread.
                 return tf.constant(0)
             with function.as_default():
                 values[key] = function.capture(given)
