@@ -353,6 +353,46 @@ def test_two_threads_that_call_one_function_are_refused(engine: str, runs: int) 
                 assert all("MismatchError: the ranks of group" in error for error in errors)
 
 
+def body_function_against(kind: str) -> tuple[str, str]:
+    """Call a function on rank 0, and something else on the others; return the errors of it and of the next call."""
+
+    def reduce(x: tf.Tensor) -> tf.Tensor:
+        return npu.distribute.all_reduce(x, "sum")
+
+    step = tf.function(reduce)
+    step(tf.ones([3]))
+    errors = []
+
+    def call(function: Any) -> None:
+        try:
+            function(tf.ones([3]))
+        except Exception as error:
+            errors.append(f"{type(error).__name__}: {error}")
+
+    if npu.distribute.rank() == 0:
+        call(step)
+    elif kind == "eager call":
+        call(lambda x: npu.distribute.all_reduce(x, "max"))
+    else:  # the ranks compare what a thread does before its function runs
+        thread = threading.Thread(target=call, args=(step,))
+        thread.start()
+        thread.join(60)
+    began = time.monotonic()
+    call(step)
+    assert time.monotonic() - began < 20, "nobody waits for a rank that has stopped"
+    first, second = errors
+    return first, second
+
+
+@pytest.mark.parametrize("kind", ["eager call", "first call of a thread"])
+@pytest.mark.parametrize("engine", _ALL_BUT_MPI)
+def test_a_function_against_another_call_stops_all_ranks(engine: str, kind: str) -> None:
+    with _ranks_of(engine) as ranks:
+        for errors in ranks.run(body_function_against, kind):
+            for error in errors:
+                assert "MismatchError: the ranks of group" in error
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["named", "unnamed", "pooled"])
 @pytest.mark.parametrize("engine, runs", _ENGINES)

@@ -28,6 +28,7 @@ from npu_device._src.cluster.rank_errors import ClusterError, PeerError
 from npu_device._src.cluster.time_limits import DETAILS_SECONDS
 from npu_device._src.cluster.tracebacks import is_user_file
 from npu_device._src.collectives.calling_threads import calling_thread
+from npu_device._src.collectives.graph import runs_if_fetched
 from npu_device._src.collectives.group import Group
 from npu_device._src.wording import counted
 
@@ -56,6 +57,7 @@ class Call:
     details: tuple[tuple[str, str], ...]
     line: str  # line of the script, for the message only
     thread: str
+    in_function: bool = False  # made by a ``tf.function``
 
     @property
     def fingerprint(self) -> tuple[int, int]:
@@ -72,6 +74,7 @@ class Call:
             "details": dict(self.details),
             "line": self.line,
             "thread": self.thread,
+            "in_function": self.in_function,
         }
 
 
@@ -100,7 +103,10 @@ def describe(collective: str, tensors: Sequence, is_ragged: bool, details: dict[
     texts = tuple(zip(details, map(str, details.values())))
     line = user_line()
     thread = calling_thread()
-    return Call(collective, tuple(kinds), tuple(shapes), tuple(names), texts, line, thread)
+    in_function = not (tf.executing_eagerly() or runs_if_fetched())
+    return Call(
+        collective, tuple(kinds), tuple(shapes), tuple(names), texts, line, thread, in_function
+    )
 
 
 def _kind_and_shape(tensor: Any, is_ragged: bool) -> tuple[str, tf.TensorShape | None]:
@@ -210,7 +216,14 @@ AGREED = Terms((0, 0), 0, None, False, _refuse, agreed=True)
 
 
 class MismatchError(PeerError):
-    """The ranks of a group called different collectives; the text has one line per rank. A ``RuntimeError``."""
+    """The ranks of a group called different collectives; the text has one line per rank. A ``RuntimeError``.
+
+    Attributes:
+        is_final: some rank made its call in a ``tf.function``. Its graph may have started other collectives already, so
+            that all ranks stop.
+    """
+
+    is_final = False
 
 
 def mismatch(
@@ -251,7 +264,9 @@ def mismatch(
             "What to do: make every rank call the same operations with the same dtypes and shapes in the same order; "
             "the lines above say where each rank is."
         )
-    return MismatchError("\n".join(lines))
+    error = MismatchError("\n".join(lines))
+    error.is_final = any(row["in_function"] for row in answers)
+    return error
 
 
 def _differences(rows: Sequence[Row]) -> list[str]:

@@ -121,8 +121,7 @@ class Collective:
             are_several = overlaps or (not is_eager and job.threads.are_several(group))
             row = {**call.row(), "overlaps": are_several}
             error = mismatch(job.cluster, job.control, group, row, position)
-            if not is_eager:
-                # This stops the rank, since the rest of the graph may already have started other collectives.
+            if error.is_final:
                 job.health.stop(f"{type(error).__name__}: {error}")
             return error
 
