@@ -114,6 +114,38 @@ def test_two_ranks_that_need_half_of_the_time_are_faster(
         )
 
 
+# It ends with 5 once its steps have not been looked at for as long as a half of those that are timed.
+WATCHED = """
+import os, threading, time
+import tensorflow as tf
+class Watched(tf.keras.optimizers.SGD):
+    looked_at = 0.0
+    @property
+    def _iterations(self):
+        if threading.current_thread().name == "npu_speed":
+            now = time.monotonic()
+            # What comes once, such as a collection of garbage, is in the first steps.
+            if self.counter[0] > 30 and now - self.looked_at > 0.5:
+                os._exit(5)
+            Watched.looked_at = now
+        return self.counter[0]
+    @_iterations.setter
+    def _iterations(self, counter):
+        self.__dict__["counter"] = [counter]
+weight = tf.Variable(1.0)
+optimizer = Watched(0.1)
+while True:
+    time.sleep(0.05)
+    optimizer.apply_gradients([(tf.ones([]), weight)])
+"""
+
+
+def test_steps_are_looked_at_only_when_there_should_be_enough(tmp_path: Path) -> None:
+    done = npurun("speed", "-n", "2", "--rounds", "1", script(tmp_path, WATCHED), limit=120.0)
+    assert done.returncode == 3
+    assert "failed with exit code 5" in done.stderr.decode()
+
+
 SHORT_EPOCHS = """
 import gc, sys, time
 import numpy as np
