@@ -259,6 +259,7 @@ def test_causes_in_a_loop(kind: str, tmp_path: Path) -> None:
     assert samples == {"other" if kind in OTHER_SAMPLES else "same"}, report.text(verdict)
     gradients = {line.split()[4] for line in verdict.table}
     assert ("unknown" in gradients) == ("default_rng()" in source), report.text(verdict)
+    assert verdict.table[-1].split()[-1] == "unknown", "no weights are recorded after the last step"
     assert any("clips its own gradients" in note for note in verdict.notes) == ("1e6" in source)
     assert any("dropout and noise" in note for note in verdict.notes) == ("Dropout(" in source)
     assert any("aren't synchronized" in note for note in verdict.notes) == (

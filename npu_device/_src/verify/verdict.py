@@ -277,8 +277,10 @@ def _table(run: ComparedRun) -> list[str]:
         if step.other_samples(shows=repeats and step.shows_deviations):
             samples = "other"
         line = f"{run.size:>5} {step.number:>5} {sum(step.single.rows.values()):>8} {samples:>8}"
-        for quantity in (compare.GRADIENT, compare.UPDATE):
-            line += _cell(step.deviations[quantity], step.shows_deviations)
+        line += _cell(step.deviations[compare.GRADIENT], step.shows_deviations)
+        # What the last step of an optimizer adds isn't recorded.
+        shows_update = step.shows_deviations and run.single.successor(step.number - 1) is not None
+        line += _cell(step.deviations[compare.UPDATE], shows_update)
         if has_phases:
             line += f"  {step.single.phase}"
         lines.append(line)
