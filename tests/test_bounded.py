@@ -128,7 +128,7 @@ def body_graphs(known: bool) -> tuple[dict[str, int], int, int]:
 
     def branch(values: list[tf.Tensor]) -> Any:
         return tf.cond(
-            values[0][0] > 0, lambda: npu.distribute.all_reduce(values, "max"), lambda: values
+            values[0][0] > 0, lambda: npu.distribute.all_reduce(values, "sum"), lambda: values
         )
 
     def loop(values: list[tf.Tensor]) -> Any:
@@ -163,6 +163,13 @@ def body_graphs(known: bool) -> tuple[dict[str, int], int, int]:
             shapes = [tf.TensorSpec(value.shape if known else [None]) for value in values]
             made = in_graph(step, input_signature=[shapes])
             for _ in range(2):
+                if call in (gradients, branch, others):
+                    with tf.GradientTape() as tape:
+                        tape.watch(values)
+                        results = made(values)
+                    called.update(graph.functions_by_id)
+                    tape.gradient(results, values)
+                    del tape, results
                 made(values)
                 called.update(graph.functions_by_id)
                 gc.collect()

@@ -90,6 +90,12 @@ def body_tape_outside() -> None:
     def sent(x: tf.Tensor, root_rank: int) -> tf.Tensor:
         return broadcast(job, [x], root_rank, mine)[0]
 
+    def several_tensors(x: tf.Tensor) -> tf.Tensor:
+        """Return a sum whose gradient tells if the tensors of a rank get those of others."""
+        factors = range(1, 17)
+        tensors = broadcast(job, [x * factor for factor in factors], 1, mine)
+        return tf.add_n([factor * tensor for factor, tensor in zip(factors, tensors)])
+
     calls = {
         "branch": lambda x: tf.cond(x[0, 0] > -1, lambda: sent(x, 0) * 2, lambda: x),
         "loop": lambda x: tf.while_loop(
@@ -98,7 +104,7 @@ def body_tape_outside() -> None:
         "function": lambda x: in_graph(lambda y: sent(y * 2, 0))(x) + 1,
         # Nothing but their order keeps these apart.
         "several": lambda x: sent(x, 0) + sent(x * 2, 1) + all_reduce(job, x, "sum", mine),
-        "several tensors": lambda x: tf.add_n(broadcast(job, [x, x * 2, x * 3], 1, mine)),
+        "several tensors": several_tensors,
         "layer": lambda x: normalization(x, training=True) * tf.range(2.0),
     }
 

@@ -154,6 +154,9 @@ def python_call(function: Callable, inputs: Sequence[tf.Tensor], dtypes: Sequenc
     return tf.raw_ops.PyFuncStateless(input=inputs, token=_registered()[0], Tout=list(dtypes))
 
 
+_LATEST_ATTRIBUTE = "_npu_device_latest_calls"
+
+
 class Order:
     """One order of calls: each call runs after all earlier ones of the same order."""
 
@@ -178,10 +181,16 @@ class Order:
         def in_order(_: Any, *arrays: Any) -> Sequence:
             return function(*arrays)
 
-        variable = compat.through_outer_graphs(self._variable.handle)
-        token = tf.raw_ops.ReadVariableOp(resource=variable, dtype=tf.int64)
-        results = python_call(in_order, [token, *inputs], [tf.int64, *dtypes])
-        tf.raw_ops.AssignVariableOp(resource=variable, value=results[0])
+        graph = tf.compat.v1.get_default_graph()
+        latest = getattr(graph, _LATEST_ATTRIBUTE, {})
+        # TensorFlow orders nothing in the graph that it makes for the gradient of a function.
+        with tf.control_dependencies(latest.get(self, [])):
+            variable = compat.through_outer_graphs(self._variable.handle)
+            token = tf.raw_ops.ReadVariableOp(resource=variable, dtype=tf.int64)
+            results = python_call(in_order, [token, *inputs], [tf.int64, *dtypes])
+            written = tf.raw_ops.AssignVariableOp(resource=variable, value=results[0])
+        if not compat.orders_operations(graph):
+            setattr(graph, _LATEST_ATTRIBUTE, {**latest, self: [written]})
         return list(results)
 
 

@@ -231,6 +231,11 @@ def run_independently(operation: Any) -> None:
         manager.run_independently(operation)
 
 
+def orders_operations(graph: tf.Graph) -> bool:
+    """Return True for a graph in which TensorFlow orders operations with a state by itself."""
+    return getattr(graph, "experimental_acd_manager", None) is not None
+
+
 def operations_of_call(graph: Any, call: Any) -> set[str]:
     """Return the types of the operations in the function that an operation calls, and in those that it calls."""
     types = set()
