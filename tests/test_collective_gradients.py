@@ -105,6 +105,13 @@ def body_tape_outside() -> None:
         # Nothing but their order keeps these apart.
         "several": lambda x: sent(x, 0) + sent(x * 2, 1) + all_reduce(job, x, "sum", mine),
         "several tensors": several_tensors,
+        # Four that could be mistaken for each other.
+        "branches": lambda x: tf.add_n(
+            [
+                tf.cond(x[0, 0] > -1, lambda: sent(x, 0) * 2, lambda: x) + sent(x, 0) * 3,
+                tf.cond(x[0, 0] > -1, lambda: sent(x, 0) * 4, lambda: x) + sent(x, 0) * 5,
+            ]
+        ),
         "layer": lambda x: normalization(x, training=True) * tf.range(2.0),
     }
 

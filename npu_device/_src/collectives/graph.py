@@ -66,7 +66,7 @@ def after_all(make: Callable[[], Any]) -> Any:
     count = len(graph.get_operations())
     tensors = make()
     operations = graph.get_operations()[count:]
-    stateful = [operation for operation in operations if operation.op_def.is_stateful]
+    stateful = list(filter(compat.is_stateful, operations))
     with tf.control_dependencies(stateful):
         return tf.nest.map_structure(_copy, tensors)
 
@@ -183,13 +183,12 @@ class Order:
 
         graph = tf.compat.v1.get_default_graph()
         latest = getattr(graph, _LATEST_ATTRIBUTE, {})
-        # TensorFlow orders nothing in the graph that it makes for the gradient of a function.
         with tf.control_dependencies(latest.get(self, [])):
             variable = compat.through_outer_graphs(self._variable.handle)
             token = tf.raw_ops.ReadVariableOp(resource=variable, dtype=tf.int64)
             results = python_call(in_order, [token, *inputs], [tf.int64, *dtypes])
             written = tf.raw_ops.AssignVariableOp(resource=variable, value=results[0])
-        if not compat.orders_operations(graph):
+        if compat.lacks_order(graph):
             setattr(graph, _LATEST_ATTRIBUTE, {**latest, self: [written]})
         return list(results)
 
@@ -272,6 +271,7 @@ def _may_end(graph: tf.Graph, operation: tf.Operation) -> bool:
 _GRADIENT = "npu_device_gradient"
 _GRADIENTS_ATTRIBUTE = "_npu_device_gradients"
 _LAST_ATTRIBUTE = "_npu_device_last_gradients"
+_COUNT_ATTRIBUTE = "_npu_device_ordered_operations"
 
 
 def _dense(upstream: Sequence) -> list:
@@ -328,11 +328,28 @@ def _in_gradient(forward: tf.Graph, make: Callable[[], Sequence]) -> list:
     graph = compat.graph_being_built()
     if graph in (None, forward):
         return list(make())
-    # TensorFlow orders nothing in the graph that it makes for the gradient of a function.
-    with tf.control_dependencies(getattr(graph, _LAST_ATTRIBUTE, [])):
-        tensors = after_all(make)
-    setattr(graph, _LAST_ATTRIBUTE, [tensor for tensor in tensors if tensor is not None])
-    return list(tensors)
+    # The gradient of a branch or a loop runs after those before it, too.
+    function, inner = compat.graphs_of_function(graph)
+    earlier = []
+    if compat.lacks_order(function):
+        earlier.append(compat.captured(inner, _after_earlier(function)))
+    with tf.control_dependencies(earlier):
+        tensors = list(after_all(make))
+    if not inner:
+        setattr(function, _LAST_ATTRIBUTE, [tensor for tensor in tensors if tensor is not None])
+    return tensors
+
+
+def _after_earlier(graph: tf.Graph) -> tf.Tensor:
+    """Return a tensor of a graph that is ready after all that it has so far of operations with a state."""
+    operations = graph.get_operations()
+    count = getattr(graph, _COUNT_ATTRIBUTE, 0)
+    setattr(graph, _COUNT_ATTRIBUTE, len(operations))
+    stateful = list(filter(compat.is_stateful, operations[count:]))
+    # Without an order, what follows a branch has to wait for a result of it.
+    earlier = [*stateful, *getattr(graph, _LAST_ATTRIBUTE, [])]
+    with graph.as_default(), tf.control_dependencies(earlier):
+        return tf.constant(0)
 
 
 @tf.RegisterGradient(_GRADIENT)

@@ -118,17 +118,17 @@ def through_outer_graphs(tensor: Any) -> Any:
     gradient captures an eager tensor (TensorFlow 2.20, ``cond_v2._resolve_grad_inputs``; tensorflow/tensorflow#44598).
     Can go when it can.
     """
-    function, inner = _graphs_of_function(graph_being_built())
+    function, inner = graphs_of_function(graph_being_built())
     # A tensor needs no capture without a branch or loop to pass through, or in one of a session's graph.
     if not inner or not isinstance(function, FuncGraph):
         return tensor
     # TensorFlow puts the placeholder of a capture into the graph that is current.
     with function.as_default():
         tensor = function.capture(tensor)
-    return _captured(inner, tensor)
+    return captured(inner, tensor)
 
 
-def _graphs_of_function(graph: Any) -> tuple[Any, list]:
+def graphs_of_function(graph: Any) -> tuple[Any, list]:
     """Return the graph of the function that a graph is in, and in it those of branches and loops, outermost first."""
     inner: list = []
     while isinstance(graph, _CONTROL_FLOW):
@@ -137,7 +137,7 @@ def _graphs_of_function(graph: Any) -> tuple[Any, list]:
     return graph, inner
 
 
-def _captured(inner: Iterable, tensor: Any) -> Any:
+def captured(inner: Iterable, tensor: Any) -> Any:
     """Return a tensor of a function as the innermost of its branches and loops sees it."""
     for graph in inner:
         with graph.as_default():
@@ -153,7 +153,7 @@ _VALUES_OF_CALL = "_npu_device_values_of_call"
 def gradient_of(graph: tf.Graph) -> Iterator[None]:
     """Build a gradient of operations in this graph: ``at_each_call`` gives what their function has been given."""
     before = getattr(_building, "forward", None)
-    _building.forward, _ = _graphs_of_function(graph)
+    _building.forward, _ = graphs_of_function(graph)
     try:
         yield
     finally:
@@ -167,7 +167,7 @@ def at_each_call(key: str, value: Callable[[], tf.Tensor]) -> tf.Tensor:
     ``capture_call_time_value`` alone fails for a function that is called in a branch or a loop, since it asks the
     branch for the value (TensorFlow 2.20, ``FuncGraph.capture_call_time_value``). Can go when it asks the function.
     """
-    function, inner = _graphs_of_function(graph_being_built())
+    function, inner = graphs_of_function(graph_being_built())
     if function is None:
         return value()
     # A session's graph has no thread that calls it, and gets 0.
@@ -189,7 +189,7 @@ def at_each_call(key: str, value: Callable[[], tf.Tensor]) -> tf.Tensor:
                 return tf.constant(0)
             with function.as_default():
                 values[key] = function.capture(given)
-    return _captured(inner, values[key])
+    return captured(inner, values[key])
 
 
 def _value_at_each_call(function: FuncGraph, key: str, value: Callable[[], tf.Tensor]) -> tf.Tensor:
@@ -231,9 +231,9 @@ def run_independently(operation: Any) -> None:
         manager.run_independently(operation)
 
 
-def orders_operations(graph: tf.Graph) -> bool:
-    """Return True for a graph in which TensorFlow orders operations with a state by itself."""
-    return getattr(graph, "experimental_acd_manager", None) is not None
+def lacks_order(graph: tf.Graph) -> bool:
+    """Return True for the graph that TensorFlow makes for the gradient of a function: it orders no operations in it."""
+    return isinstance(graph, FuncGraph) and graph.experimental_acd_manager is None
 
 
 def operations_of_call(graph: Any, call: Any) -> set[str]:
