@@ -28,7 +28,6 @@ from npu_device._src.cluster.rank_errors import ClusterError, PeerError
 from npu_device._src.cluster.time_limits import DETAILS_SECONDS
 from npu_device._src.cluster.tracebacks import is_user_file
 from npu_device._src.collectives.calling_threads import calling_thread
-from npu_device._src.collectives.graph import runs_if_fetched
 from npu_device._src.collectives.group import Group
 from npu_device._src.wording import counted
 
@@ -103,10 +102,7 @@ def describe(collective: str, tensors: Sequence, is_ragged: bool, details: dict[
     texts = tuple(zip(details, map(str, details.values())))
     line = user_line()
     thread = calling_thread()
-    in_function = not (tf.executing_eagerly() or runs_if_fetched())
-    return Call(
-        collective, tuple(kinds), tuple(shapes), tuple(names), texts, line, thread, in_function
-    )
+    return Call(collective, tuple(kinds), tuple(shapes), tuple(names), texts, line, thread)
 
 
 def _kind_and_shape(tensor: Any, is_ragged: bool) -> tuple[str, tf.TensorShape | None]:
@@ -216,20 +212,15 @@ AGREED = Terms((0, 0), 0, None, False, _refuse, agreed=True)
 
 
 class MismatchError(PeerError):
-    """The ranks of a group called different collectives; the text has one line per rank. A ``RuntimeError``.
-
-    Attributes:
-        is_final: some rank made its call in a ``tf.function``. Its graph may have started other collectives already, so
-            that all ranks stop.
-    """
-
-    is_final = False
+    """The ranks of a group called different collectives; the text has one line per rank. A ``RuntimeError``."""
 
 
 def mismatch(
     cluster: Cluster, control: ControlChannel, group: Group, own_row: Row, position: int
-) -> MismatchError:
-    """Exchange the calls (``Call.row``) with the other ranks, through the hub, and return the error."""
+) -> tuple[MismatchError, bool]:
+    """Exchange the calls (``Call.row``) with the other ranks, through the hub. Return the error, and whether any of them
+    was made in a ``tf.function``.
+    """
     # If the hub is gone, the table lacks the rows of the other ranks.
     rows_by_rank = {cluster.rank: own_row}
     with contextlib.suppress(ClusterError):
@@ -264,9 +255,7 @@ def mismatch(
             "What to do: make every rank call the same operations with the same dtypes and shapes in the same order; "
             "the lines above say where each rank is."
         )
-    error = MismatchError("\n".join(lines))
-    error.is_final = any(row["in_function"] for row in answers)
-    return error
+    return MismatchError("\n".join(lines)), any(row["in_function"] for row in answers)
 
 
 def _differences(rows: Sequence[Row]) -> list[str]:

@@ -80,6 +80,7 @@ class Collective:
             # In a graph, each transfer checks when it starts.
             job.health.check(group.name, group.ranks)
         else:
+            call = replace(call, in_function=True)
             require_order(f"rank {job.cluster.rank}: {call.collective} was called at {call.line}")
         if group.tag is not None:
             # Each tag keeps its own order, whichever threads send and receive.
@@ -120,8 +121,9 @@ class Collective:
         def error_for_mismatch(position: int) -> Exception:
             are_several = overlaps or (not is_eager and job.threads.are_several(group))
             row = {**call.row(), "overlaps": are_several}
-            error = mismatch(job.cluster, job.control, group, row, position)
-            if error.is_final:
+            error, in_function = mismatch(job.cluster, job.control, group, row, position)
+            if in_function:
+                # All ranks stop, since the rest of the graph may already have started other collectives.
                 job.health.stop(f"{type(error).__name__}: {error}")
             return error
 
