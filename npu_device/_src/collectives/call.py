@@ -218,8 +218,8 @@ class MismatchError(PeerError):
 def mismatch(
     cluster: Cluster, control: ControlChannel, group: Group, own_row: Row, position: int
 ) -> tuple[MismatchError, bool]:
-    """Exchange the calls (``Call.row``) with the other ranks, through the hub. Return the error, and whether any of them
-    was made in a ``tf.function``.
+    """Exchange the calls (``Call.row``) with the other ranks, through the hub. Return the error, and whether some rank
+    made its call in a ``tf.function``.
     """
     # If the hub is gone, the table lacks the rows of the other ranks.
     rows_by_rank = {cluster.rank: own_row}

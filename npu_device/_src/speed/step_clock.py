@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from npu_device._src import compat
 from npu_device._src.speed.timed_process import TRACED, TimedProcess, Times, finish, save_times
+from npu_device._src.training.fit.sources import TIMED_CALLS
 from npu_device._src.training.watching.schedule import FIRST_LOOKS
 from npu_device._src.verify.wrapping import after, of_samples, wrap
 
@@ -26,6 +27,9 @@ _WARM_UP_STEPS = 5
 
 _WARM_UP_SECONDS = 2.0
 """After those steps, at most: the ranks compare what they train in some of the first twenty steps of an optimizer."""
+
+_EARLY_STEPS = FIRST_LOOKS[-1] + TIMED_CALLS
+"""Steps of each optimizer that are held up: the ranks compare what they train, and then ``fit`` times its input."""
 
 _LEAST_SECONDS = 1.0
 """Short steps are timed for this long, whatever their number, since times are read every few milliseconds."""
@@ -173,9 +177,7 @@ class StepClock:
                     self._warm = mark._replace(time=time.monotonic())
                 warm_seconds = mark.time - self._warm.time
                 is_warm = warm_seconds >= _WARM_UP_SECONDS
-                # Short steps are held up when the ranks compare what they train, for each optimizer by its own steps.
-                final_look = FIRST_LOOKS[-1] * len(self._optimizers)
-                if is_warm or mark.steps > final_look:
+                if is_warm or mark.steps > _EARLY_STEPS * len(self._optimizers):
                     self._begin = mark
                     self._has_times = False
                     warm_steps = mark.steps - self._warm.steps

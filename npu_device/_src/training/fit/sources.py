@@ -17,6 +17,7 @@ from typing import Any, Callable
 import tensorflow as tf
 
 from npu_device._src.cluster.time_limits import LEAST_INPUT_WAIT_SECONDS
+from npu_device._src.training.watching.schedule import FIRST_LOOKS
 from npu_device._src.wording import counted
 from npu_device._src.world.world import World
 
@@ -181,8 +182,9 @@ def _without_seeds(graph: Any) -> Any:
     return graph
 
 
-_LOOKS = (20, 200, 2000)  # calls of the train function before the waits are timed
-_TIMED_CALLS = 5  # calls that are timed in a row: one that fills a buffer doesn't count
+# Calls of the train function before the waits are timed.
+_LOOKS = (FIRST_LOOKS[-1], 200, 2000)
+TIMED_CALLS = 5  # calls that are timed in a row: one that fills a buffer doesn't count
 _SHARE = 0.25  # the fraction of a step that is worth a warning
 
 _WHOLE = (
@@ -253,7 +255,7 @@ class InputWait:
             # Read, since a GPU may still work on it.
             leaf.numpy()
         self._times.append((wait, time.perf_counter() - begin))
-        if len(self._times) == _TIMED_CALLS:
+        if len(self._times) == TIMED_CALLS:
             self._judge(steps, own_data)
         return logs
 
