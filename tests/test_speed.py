@@ -122,7 +122,7 @@ class Watched(tf.keras.optimizers.SGD):
     looked_at = 0.0
     @property
     def _iterations(self):
-        if threading.current_thread().name == "npu_speed":
+        if threading.current_thread().name == "npu_device-speed":
             now = time.monotonic()
             # What comes once, such as a collection of garbage, is in the first steps.
             if self.counter[0] > 30 and now - self.looked_at > 0.5:

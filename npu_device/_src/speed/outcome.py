@@ -92,9 +92,8 @@ class Run(NamedTuple):
 
 def run_of(processes: Sequence[TimedProcess], lost_cores: float) -> Run | None:
     """Return what the processes of a run have left; None unless each has left times."""
-    times = [load_times(process) for process in processes]
-    complete = list(filter(None, times))
-    if len(complete) < len(times):
+    times = list(filter(None, map(load_times, processes)))
+    if len(times) < len(processes):
         return None
     analysis = None
     # There may be no trace, or one without steps that all ranks have made.
@@ -102,7 +101,7 @@ def run_of(processes: Sequence[TimedProcess], lost_cores: float) -> Run | None:
         traces = read(processes[0].trace)
         if traces:
             analysis = analyse(traces)
-    return Run(complete, lost_cores, processes[0].trace_file.exists(), analysis)
+    return Run(times, lost_cores, processes[0].trace_file.exists(), analysis)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from npu_device._src import compat
 from npu_device._src.speed.timed_process import TRACED, TimedProcess, Times, finish, save_times
+from npu_device._src.threads import start_thread
 from npu_device._src.training.fit.sources import TIMED_CALLS
 from npu_device._src.training.watching.schedule import FIRST_LOOKS
 from npu_device._src.verify.wrapping import after, of_samples, wrap
@@ -71,7 +72,6 @@ class StepClock:
         self._begin: _Mark | None = None  # begin of the timed steps
         self._warm: _Mark | None = None  # the first one from which steps may be timed
         self._step_seconds = 0.0  # time of a step after that
-        self._has_times = False  # there are enough steps since the begin
         self._is_anew = threading.Event()  # set when the time begins anew
         self._restarts = 0
         self._has_short_epochs = False
@@ -79,7 +79,7 @@ class StepClock:
         self._first_step = 0  # number of steps before that epoch
         self._is_done = False
         wrap(tf.Graph, "__init__", after(self._begin_anew))
-        threading.Thread(target=self._watch, name="npu_speed", daemon=True).start()
+        start_thread("npu_device-speed", self._watch)
 
     def install(self, module: Any) -> None:
         """Wrap the optimizers of a Keras package, and in the first round its models."""
@@ -102,13 +102,12 @@ class StepClock:
         """Count the rows of the batch of a model that is trained."""
         tensors = tf.nest.flatten([*args, *kwargs.values()])
         inputs = next((leaf for leaf in tensors if getattr(leaf, "shape", None)), None)
-        if inputs is None:
-            return original(model, *args, **kwargs)
-        if not isinstance(self._rows, tf.Variable):
-            # Made now, since TensorFlow takes no settings after its first variable, and outside of functions.
-            with tf.init_scope():
-                self._rows = tf.Variable(0, dtype=tf.int64, trainable=False)
-        self._rows.assign_add(tf.shape(inputs, tf.int64)[0])
+        if inputs is not None:
+            if not isinstance(self._rows, tf.Variable):
+                # Made now, since TensorFlow takes no settings after its first variable, and outside of functions.
+                with tf.init_scope():
+                    self._rows = tf.Variable(0, dtype=tf.int64, trainable=False)
+            self._rows.assign_add(tf.shape(inputs, tf.int64)[0])
         return original(model, *args, **kwargs)
 
     def _begin_anew(self, graph: tf.Graph) -> None:
@@ -133,8 +132,7 @@ class StepClock:
     def _end_epoch(self, callbacks: Any) -> None:
         self._epoch_steps = self._steps() - self._first_step
         # The epoch begins after the validation, and what callbacks write.
-        if self._has_short_epochs:
-            self._mark_time(ends_epoch=True)
+        self._mark_time(ends_epoch=True)
 
     def _end_fit(self, callbacks: Any) -> None:
         # The script may go on with a loop of its own.
@@ -147,25 +145,26 @@ class StepClock:
             steps = self._steps()
             while not self._has_short_epochs and self._steps() == steps:
                 time.sleep(_LOOK_SECONDS)
-            if not self._has_short_epochs:
-                self._mark_time(ends_epoch=False)
+            self._mark_time(ends_epoch=False)
             self._is_anew.clear()
             self._is_anew.wait(self._pause())
 
     def _pause(self) -> float:
         """Return in how many seconds to look again: soon before there should be enough steps."""
         begin = self._begin
-        if begin is None or self._has_short_epochs:
+        if begin is None:
             return _PAUSE_SECONDS
         elapsed = time.monotonic() - begin.time
         # Times are kept after so many steps, and once more after the least time.
         wanted = self._process.steps * self._step_seconds
-        if self._has_times:
+        if elapsed > wanted:
             wanted = _LEAST_SECONDS
         return max(_PAUSE_SECONDS, _PART_WITHOUT_LOOKS * wanted - elapsed)
 
     def _mark_time(self, ends_epoch: bool) -> None:
         """Begin with the timed steps, or keep their times if there are enough."""
+        if self._has_short_epochs != ends_epoch:
+            return
         mark = _Mark(time.monotonic(), self._steps(), int(self._rows), ends_epoch)
         begin = self._begin
         if begin is None:
@@ -179,9 +178,8 @@ class StepClock:
                 is_warm = warm_seconds >= _WARM_UP_SECONDS
                 if is_warm or mark.steps > _EARLY_STEPS * len(self._optimizers):
                     self._begin = mark
-                    self._has_times = False
-                    warm_steps = mark.steps - self._warm.steps
-                    self._step_seconds = warm_seconds / max(1, warm_steps)
+                    warm_steps = max(1, mark.steps - self._warm.steps)
+                    self._step_seconds = warm_seconds / warm_steps
             return
         count = mark.steps - begin.steps
         seconds = mark.time - begin.time
@@ -192,7 +190,6 @@ class StepClock:
         # Memory is read in the traced run only, since that takes a while.
         if self._process.round == TRACED:
             memory = _memory()
-        self._has_times = True
         save_times(self._process, Times(count, seconds, mark.rows - begin.rows or None, memory))
         if seconds >= _LEAST_SECONDS:
             self._is_done = True
