@@ -81,7 +81,7 @@ class Stop(keras.callbacks.Callback):
 
 
 def features(number: int) -> list[float]:
-    """Return the features of a sample, in some 0.5 ms of plain Python."""
+    """Return the features of a sample, in 3,000 iterations of plain Python: 0.3 to 1 ms."""
     counts = [0.0] * _FEATURES
     code = number + 1
     for _ in range(3000):
@@ -192,7 +192,7 @@ def pipeline(watch: Watch) -> None:
     from benchmarks import images
 
     model = npu.distribute.replicate(images.model(keras.__name__.partition(".")[0]))
-    batches = images.batches("records", True).repeat(_LONG)
+    batches = images.batches("records", True, samples=_LONG)
     model.fit(batches, verbose=0, callbacks=[Stop(watch)])
 
 

@@ -27,12 +27,13 @@ def model(keras_name: str) -> Any:
     return made
 
 
-def batches(kind: str, divides: bool) -> Any:
+def batches(kind: str, divides: bool, samples: int = READ_SAMPLES) -> Any:
     """Return the batches of a step: pictures, and a number for each.
 
     Args:
         kind: ``"images"`` in memory; ``"records"`` in a file, shuffled; or ``"augmented"``, with random numbers.
         divides: each rank decodes its rows only.
+        samples: of an epoch.
     """
     generator = tf.random.Generator.from_seed(1)
     coarse = generator.uniform([_FILES, _PIXELS // 16, _PIXELS // 16, 3], maxval=255)
@@ -45,7 +46,7 @@ def batches(kind: str, divides: bool) -> Any:
             for file in files.numpy():
                 writer.write(file)
         source = tf.data.TFRecordDataset(path)
-    source = source.repeat(READ_SAMPLES // _FILES).shuffle(READ_SAMPLES, seed=1)
+    source = source.repeat(samples // _FILES).shuffle(READ_SAMPLES, seed=1)
 
     def decoded(file: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         return tf.image.resize(

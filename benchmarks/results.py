@@ -108,6 +108,7 @@ class Gain:
     high: float
     verdict: str
     date: str
+    processor: str
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Who gains from several ranks on one host, and whether ``npurun speed`` is right about it.
 
     python -m benchmarks.speed gains    a table of all cases, by npurun speed: some 12 minutes on 2 cores
-    python -m benchmarks.speed truth    npurun speed against runs by hand, 200 steps each, five times in turn, since the
-                                        cores of a virtual machine change their distance: some 60 minutes
+    python -m benchmarks.speed truth    npurun speed, five times, between runs by hand, ten times 200 steps, since the
+                                        cores of a virtual machine change their distance: some 75 minutes
                                         (all figures are off if other programs take cores; it prints how many)
     python -m benchmarks.speed load     20 verdicts with a load on one core, against those of truth: up to 60 minutes
 
@@ -114,13 +114,15 @@ def gains(options: argparse.Namespace, notebook: Notebook) -> int:
         notebook.note(f"{case}, {keras}", speed=report)
         print(row_of_case(f"{case}, {keras}", report), flush=True)
     if options.write_docs:
-        results = read(docs_page.RESULTS) or begin()
-        docs_page.write(replace(results, gains=found_gains(notebook.pages)))
+        today = begin()
+        results = read(docs_page.RESULTS) or today
+        found = found_gains(notebook.pages, today.machine.processor)
+        docs_page.write(replace(results, gains=found))
     return 0
 
 
-def found_gains(pages: dict[str, dict[str, Any]]) -> list[Gain]:
-    """Return what was measured, case by case."""
+def found_gains(pages: dict[str, dict[str, Any]], processor: str) -> list[Gain]:
+    """Return what was measured on a processor, case by case."""
     found = []
     for name, page in pages.items():
         case, _, keras = name.partition(", ")
@@ -141,6 +143,7 @@ def found_gains(pages: dict[str, dict[str, Any]]) -> list[Gain]:
             high=together["high"],
             verdict=together["verdict"] or "undecided",
             date=page["date"],
+            processor=processor,
         )
         found.append(gain)
     return found
@@ -165,8 +168,10 @@ def truth(options: argparse.Namespace, notebook: Notebook) -> int:
     for case, keras in _chosen(options):
         reports = []
         hand_seconds = []
-        for _ in range(options.rounds):
-            reports.append(measured(case, keras, options.ranks, options.minutes or 1))
+        for number in range(2 * options.rounds):
+            # By hand before and after, since cores become faster and slower within minutes.
+            if number % 2:
+                reports.append(measured(case, keras, options.ranks, options.minutes or 1))
             single = by_hand(case, keras, 1, options.steps)
             together = by_hand(case, keras, options.ranks, options.steps)
             if single and together:
@@ -266,7 +271,12 @@ def main() -> int:
     parser.add_argument(
         "--minutes", type=float, help="of each npurun speed (default 3, and 1 for truth)"
     )
-    parser.add_argument("--rounds", type=int, default=5, help="by hand (default 5)")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=5,
+        help="of npurun speed, and half of those by hand (default 5)",
+    )
     parser.add_argument("--steps", type=int, default=200, help="by hand (default 200)")
     parser.add_argument("--runs", type=int, default=20, help="with a load (default 20)")
     parser.add_argument("--write-docs", action="store_true", help="put the gains into the pages")

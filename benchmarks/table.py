@@ -248,7 +248,10 @@ def summary(results: Results) -> str:
             whole = 2 * alone if alone else None
             rows.append(_gain(name, replace(each, size=samples), whole, TCP_BETWEEN, MIRRORED))
     for gain in [gain for gain in results.gains if gain.case == "python_in_the_step"][:1]:
-        name = f"{_gain_name(gain)}, one host of {results.machine.cores} cores"
+        host = f"{results.machine.cores} cores"
+        if gain.processor != results.machine.processor:
+            host = gain.processor
+        name = f"{_gain_name(gain)}, one host of {host}"
         rows.insert(1, [name, *_gain_rates(gain), f"**{gain.ratio:.2f}×**", _NOT_MEASURED])
     return _markdown([row for row in rows if row]) if len(rows) > 1 else ""
 
@@ -259,7 +262,8 @@ def gains(results: Results) -> str:
     for gain in sorted(results.gains, key=lambda gain: -gain.ratio):
         spread = f"**{gain.ratio:.2f}×** ({gain.low:.2f}–{gain.high:.2f})"
         rows.append([_gain_name(gain), *_gain_rates(gain), spread, gain.verdict])
-    return _markdown(rows) if results.gains else ""
+    runs = sorted({f"{gain.date}, {gain.processor}" for gain in results.gains})
+    return f"Measured on {'; '.join(runs)}.\n\n{_markdown(rows)}" if runs else ""
 
 
 def _gain_name(gain: Gain) -> str:
@@ -321,9 +325,9 @@ def _rounds_by_rival(results: Results, name: str, base: str) -> str:
 
 
 _GAINING = {
-    "python_in_the_step": "0.5 ms of Python per sample, in a loop",
-    "pydataset": "0.5 ms of Python per sample, in `rows` of a `PyDataset`",
-    "generator": "0.5 ms of Python per sample, in a generator on each rank (`divided`)",
+    "python_in_the_step": "3,000 Python iterations per sample, in an own loop",
+    "pydataset": "3,000 Python iterations per sample, in `rows` of a `PyDataset`",
+    "generator": "3,000 Python iterations per sample, in a generator on each rank (`divided`)",
     "recurrent": "a small LSTM in `fit`",
     "pipeline": "JPEG files of records in `fit`, `pipeline`",
     "several_models": "eight small models in a loop",

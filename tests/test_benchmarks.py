@@ -295,6 +295,21 @@ def test_the_cases_that_may_gain_are_functions_of_their_script() -> None:
     assert {*speed.CASES} <= {node.name for node in body if isinstance(node, ast.FunctionDef)}
 
 
+def test_gains_name_their_machine() -> None:
+    line = {"samples_per_second": 100.0, "steps_per_second": 10.0}
+    both = {"ranks": 2, "ratio": 1.5, "low": 1.4, "high": 1.6, "verdict": "", **line}
+    page = {"date": "2026-01-02", "speed": {"speedups": [line, both]}}
+    found = speed.found_gains({"python_in_the_step, Keras 3": page}, "2 cores of another kind")
+    alone, two = (Timing(name, [0.1]) for name in (cases.ONE_PROCESS, TWO_RANKS))
+    results = replace(_results("faster", "resnet50", alone, two), gains=found)
+    text = FIGURES["gains"](results)
+    assert text.startswith("Measured on 2026-01-02, 2 cores of another kind.\n\n| samples")
+    assert "| 100 | 100 | **1.50×** (1.40–1.60) | undecided |" in text
+    assert "Keras 3, one host of 2 cores of another kind | 100 | 100 |" in FIGURES["summary"](
+        results
+    )
+
+
 def test_a_row_of_a_case_that_may_gain() -> None:
     lines = [
         {"samples_per_second": 100.0, "steps_per_second": 10.0},
