@@ -1,6 +1,6 @@
 """Who gains from several ranks on one host, and whether ``npurun speed`` is right about it.
 
-    python -m benchmarks.speed gains    a table of all cases, by npurun speed: some 12 minutes on 2 cores
+    python -m benchmarks.speed gains    a table of all cases, by npurun speed: some 12 to 17 minutes on 2 cores
     python -m benchmarks.speed truth    npurun speed, five times, between runs by hand, ten times 200 steps, since the
                                         cores of a virtual machine change their distance: some 75 minutes
                                         (all figures are off if other programs take cores; it prints how many)
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import json
 import os
 import re
@@ -97,9 +96,10 @@ class Notebook:
             self.pages = json.loads(path.read_text())
 
     def note(self, key: str, **figures: Any) -> dict[str, Any]:
-        """Add figures of today, and return all of a key."""
+        """Add figures of today and of this machine, and return all of a key."""
         page = self.pages.setdefault(key, {})
-        page.update(figures, date=datetime.date.today().isoformat())
+        run = begin()
+        page.update(figures, date=run.date, processor=run.machine.processor)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._path.write_text(json.dumps(self.pages, indent=1))
         return page
@@ -114,15 +114,13 @@ def gains(options: argparse.Namespace, notebook: Notebook) -> int:
         notebook.note(f"{case}, {keras}", speed=report)
         print(row_of_case(f"{case}, {keras}", report), flush=True)
     if options.write_docs:
-        today = begin()
-        results = read(docs_page.RESULTS) or today
-        found = found_gains(notebook.pages, today.machine.processor)
-        docs_page.write(replace(results, gains=found))
+        results = read(docs_page.RESULTS) or begin()
+        docs_page.write(replace(results, gains=found_gains(notebook.pages)))
     return 0
 
 
-def found_gains(pages: dict[str, dict[str, Any]], processor: str) -> list[Gain]:
-    """Return what was measured on a processor, case by case."""
+def found_gains(pages: dict[str, dict[str, Any]]) -> list[Gain]:
+    """Return what was measured, case by case."""
     found = []
     for name, page in pages.items():
         case, _, keras = name.partition(", ")
@@ -143,7 +141,7 @@ def found_gains(pages: dict[str, dict[str, Any]], processor: str) -> list[Gain]:
             high=together["high"],
             verdict=together["verdict"] or "undecided",
             date=page["date"],
-            processor=processor,
+            processor=page["processor"],
         )
         found.append(gain)
     return found
