@@ -18,6 +18,7 @@ from pool import Pool
 from ranks import LEAN, ROOT, all_through
 from rendezvous_ranks import start  # noqa: F401 - a fixture
 
+from npu_device._src.membership import rank_environment
 from npu_device._src.pools import forked
 from npu_device._src.pools.pool import Pool as PlainPool
 from npu_device._src.testing import leaks, run
@@ -349,6 +350,7 @@ def nothing_is_left() -> Iterator[None]:
     """Fail a test that leaves a thread, a process or a descriptor, in this process or among the ranks of its jobs."""
     before = leaks.held()
     yield
+    rank_environment.release_ports()
     left = leaks.left_since(before, _kept_for_other_tests)
     of_pools = {process.pid for pool in run.pools() for process in pool.processes}
     left += [

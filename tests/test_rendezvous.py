@@ -133,6 +133,13 @@ def test_the_port_can_be_bound_and_is_given_to_nobody_else(ports: tuple[int, int
         )
 
 
+def test_a_free_port_is_held_for_its_server() -> None:
+    port = free_port()
+    with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+        stranger.bind(("127.0.0.1", port))
+    socket.create_server(("127.0.0.1", port)).close()
+
+
 # They don't
 
 
@@ -262,13 +269,17 @@ class _Web(socketserver.BaseRequestHandler):
         self.request.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
 
 
+class _WebServer(socketserver.TCPServer):
+    allow_reuse_address = True  # this process holds the port
+
+
 def test_somebody_else_at_the_chiefs_place(start: Any, tmp_path: Path) -> None:
     """A rank looks on until its time has passed; the chief sees at once that its port is taken."""
     environment, silent = (
         by_table(tmp_path, 2, 1),
         socket.create_server(("127.0.0.1", 0)),
     )  # accepts no connection
-    with silent, socketserver.TCPServer(("127.0.0.1", the_port(tmp_path)), _Web) as web:
+    with silent, _WebServer(("127.0.0.1", the_port(tmp_path)), _Web) as web:
         thread = threading.Thread(target=web.serve_forever)
         thread.start()
         try:

@@ -20,7 +20,7 @@ from launcher import ROOT, npurun, script
 from npu_device._src.comparison import compare
 from npu_device._src.verify import causes, file_shadow, report
 from npu_device._src.verify.compared_run import ComparedRun
-from npu_device._src.verify.plan import PROBLEM, PlannedProcess
+from npu_device._src.verify.plan import LOG, PROBLEM, PlannedProcess
 from npu_device._src.verify.verdict import Verdict, judge
 from npu_device.launch import verify
 
@@ -190,6 +190,17 @@ SAID = {
 """What stands in the line that the verdict names."""
 
 
+ONE_WRITER = """
+import os
+from npu_device._src.membership import rank_environment
+first_process, rank_table = os.getpid(), rank_environment.rank_table
+def written(*arguments):
+    assert os.getpid() == first_process, "ranks that each write the table meet at different ports"
+    return rank_table(*arguments)
+rank_environment.rank_table = written
+"""
+
+
 def verified(
     directory: Path, source: str, cause: str, number: int, steps: int = 2, **options: bool
 ) -> Verdict:
@@ -224,21 +235,21 @@ def judged(
     path.write_text(source)
     start = PlannedProcess(str(directory / "runs"), steps, sizes=sizes, **options)
     settings = json.dumps(asdict(start))
-    runner = "from npu_device._src.verify import runner\n"
+    runner = f"{ONE_WRITER}from npu_device._src.verify import runner\n"
     if rank_seconds:
         runner += f"runner._MOST_TIMES_SLOWER, runner.RECORDS_SECONDS = 0, {rank_seconds}\n"
     runner += f"runner.main([{settings!r}, {str(path)!r}])"
     variables = {"TF_USE_LEGACY_KERAS": "1" if keras == "2" else "0"}
     variables["NPU_DEVICE_UNEQUAL_START"] = "ignore"  # else it is made right
-    (directory / "runs").mkdir()
-    [begun] = job.run(
-        directory / "runs",
-        1,
-        f"import os; os.chdir({str(directory)!r})\n{runner}",
-        400,
-        **variables,
-    )
-    problem = directory / "runs" / PROBLEM
+    runs = directory / "runs"
+    runs.mkdir()
+    code = f"import os; os.chdir({str(directory)!r})\n{runner}"
+    try:
+        [begun] = job.run(runs, 1, code, 400, **variables)
+    except AssertionError as error:
+        logs = [f"--- {log}\n{log.read_text()[-9000:]}" for log in sorted(runs.rglob(LOG))]
+        raise AssertionError("\n".join([str(error), *logs])) from None
+    problem = runs / PROBLEM
     assert begun.code == 0, problem.read_text() if problem.exists() else begun.output
     return judge(start.stages())
 

@@ -6,7 +6,10 @@ without it.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -14,7 +17,7 @@ from typing import NamedTuple
 
 from ranks import clean_environment
 
-from npu_device._src.pools.forked import ForkedProcess, end_all, start_ranks
+from npu_device._src.pools.forked import ForkedProcess, start_ranks
 from npu_device._src.whole_files import write_whole
 
 
@@ -54,19 +57,38 @@ def _written(directory: Path, script: str) -> list[str]:
 
 
 def _variables(environment: dict[str, str]) -> dict[str, str]:
-    return {**clean_environment(), "TF_CPP_MIN_LOG_LEVEL": "2", **environment}
+    settings = {"TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONFAULTHANDLER": "1"}
+    return {**clean_environment(), **settings, **environment}
 
 
 def finish(processes: list[ForkedProcess], timeout: float = 120) -> list[Ended]:
     """Wait for every rank; those that are not done in time are killed and fail the test."""
-    late = end_all(processes, timeout)
+    until = time.monotonic() + timeout
+    while (late := _running(processes)) and time.monotonic() < until:
+        time.sleep(0.02)
+    if late:
+        # Ranks and their children write the stacks of their threads where their output goes.
+        _signal([processes[rank] for rank in late], signal.SIGABRT)
+        time.sleep(1)
+        _signal([processes[rank] for rank in late], signal.SIGKILL)
     results = [Ended(process.wait(), process.output, _end_of(process)) for process in processes]
     if late:
         outputs = "\n".join(
-            f"--- rank {rank} ---\n{result.output[-3000:]}" for rank, result in enumerate(results)
+            f"--- rank {rank} ---\n{result.output[-9000:]}" for rank, result in enumerate(results)
         )
         raise AssertionError(f"rank(s) {late} did not end within {timeout} s\n{outputs}")
     return results
+
+
+def _running(processes: list[ForkedProcess]) -> list[int]:
+    return [rank for rank, process in enumerate(processes) if process.poll() is None]
+
+
+def _signal(processes: list[ForkedProcess], signum: signal.Signals) -> None:
+    """Send a signal to processes and their children; each process is the first of its group."""
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signum)
 
 
 def _end_of(process: ForkedProcess) -> float:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import socket
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from npu_device._src import environment
+from npu_device._src.cluster.ports import ReservedPort
 from npu_device._src.membership.parent_rank import OF_A_RANK
 
 _KEPT = (
@@ -18,12 +19,24 @@ _KEPT = (
     "TF_NUM_INTRAOP_THREADS",
     "TF_NUM_INTEROP_THREADS",
 )
+_MOST_HELD = 64
+
+_held_ports = deque[ReservedPort]()
 
 
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    """Return a port for a server that is about to start. This process holds the latest ports, so that meanwhile the
+    system gives them to nobody else: a server has to bind its port explicitly, with SO_REUSEADDR.
+    """
+    release_ports(_MOST_HELD)
+    _held_ports.append(ReservedPort())
+    return _held_ports[-1].number
+
+
+def release_ports(kept: int = 0) -> None:
+    """Release the ports that ``free_port`` holds, but for the latest ones."""
+    while len(_held_ports) > kept:
+        _held_ports.popleft().close()
 
 
 def rank_table(

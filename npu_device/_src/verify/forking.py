@@ -110,6 +110,8 @@ class ForkingProcess(ABC):
             # Each run has files of its own, which begin with those that were written before the fork.
             for folder in {process.files for process in processes}:
                 self._redirection.copy(folder)
+            # Writes the rank table: ranks that wrote it at the same time could meet at different ports.
+            processes[0].environment()
             running = {}
             for process in processes:
                 pid = os.fork()
