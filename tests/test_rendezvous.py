@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import socketserver
@@ -366,6 +367,12 @@ for number in range(2):
         time.sleep(0.5)  # rank 0 is at the next meeting meanwhile
     channel.close()
 """
-    variables = [by_table(tmp_path, 2, rank, HCCL_CONNECT_TIMEOUT="20") for rank in range(2)]
+    more = {"HCCL_CONNECT_TIMEOUT": "20", **time_limits(FIRST_PROGRESS_SECONDS=0.1)}
+    variables = [by_table(tmp_path, 2, rank, **more) for rank in range(2)]
     ended = job.run_anew([[sys.executable, "-c", channels]] * 2, variables)
-    assert [rank.output for rank in ended] == ["0 0\n1 0\n", "0 1\n1 1\n"]
+    numbers = [re.findall(r"^\d \d$", rank.output, re.MULTILINE) for rank in ended]
+    assert numbers == [["0 0", "1 0"], ["0 1", "1 1"]]
+    wait = (
+        f"waits for its port: 127.0.0.1:{the_port(tmp_path)} the ranks of this job have met already"
+    )
+    assert wait in ended[0].output

@@ -113,6 +113,7 @@ class _HubSearch:
         self._outcomes: dict[str, str] = {}
         self._name = f"{self._hello.name} of job {membership.job_id!r}"
         self._is_busy = False
+        self._next_progress = limits.FIRST_PROGRESS_SECONDS  # from the beginning on
 
     def start_hub(self) -> _Met:
         """Start the hub and meet the others there, or at a hub that another process of this rank has started."""
@@ -141,6 +142,7 @@ class _HubSearch:
                     not self._is_busy and time.monotonic() > self._began + limits.OLD_HUB_SECONDS
                 ):
                     raise
+                self._report_progress("waits for its port")
                 time.sleep(limits.OLD_HUB_PAUSE_SECONDS)
                 continue
             return self.search((hub.host,))
@@ -148,23 +150,24 @@ class _HubSearch:
     def _remaining(self) -> float:
         return self._deadline - time.monotonic()
 
+    def _report_progress(self, activity: str) -> None:
+        """Tell the user from time to time what this rank does, and what it has met there."""
+        waited = time.monotonic() - self._began
+        if waited >= self._next_progress:
+            self._next_progress = waited + limits.NEXT_PROGRESS_SECONDS
+            outcomes = "; ".join(self._lines)
+            _log.warning("after %.0f s: %s %s: %s", waited, self._name, activity, outcomes)
+
     def search(self, hosts: Iterable[str]) -> _Met:
         """Try the addresses of the hub in turn until it answers."""
         pause = limits.FIRST_PAUSE_SECONDS
-        next_progress = limits.FIRST_PROGRESS_SECONDS
         while True:
             met = self._try_each_once(hosts)
             if met is not None:
                 return met
             if self._remaining() <= 0:
                 raise RendezvousError(self._complaint())
-            waited = time.monotonic() - self._began
-            if waited >= next_progress:
-                next_progress = waited + limits.NEXT_PROGRESS_SECONDS
-                outcomes = "; ".join(self._lines)
-                _log.warning(
-                    "after %.0f s: %s is looking for the chief: %s", waited, self._name, outcomes
-                )
+            self._report_progress("is looking for the chief")
             time.sleep(max(0.0, min(pause, self._remaining())))
             pause = min(2 * pause, limits.LONGEST_PAUSE_SECONDS)
 
