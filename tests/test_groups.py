@@ -188,6 +188,26 @@ def test_destroyed_and_made_again(several_ranks: Pool) -> None:
         assert found == [ends, world, ends, ends]
 
 
+def body_functions_of_a_destroyed_group(length: int) -> str:
+    """Call a function again whose group is gone; return the error."""
+    size = get_rank_size()
+    create_group("gone", size, list(range(size)))
+    add_up = tf.function(lambda x: npu.distribute.all_reduce(x, "sum", group="gone"))
+    add_up(tf.ones([length]))
+    destroy_group("gone")
+    with pytest.raises(tf.errors.OpError) as caught:
+        add_up(tf.ones([length]))
+    return str(caught.value)
+
+
+@pytest.mark.more_engines("tcp", "mpi")
+def test_functions_of_a_destroyed_group_fail(several_ranks: Pool) -> None:
+    # A longer transfer has a thread of its own.
+    for length in (1, 100_000):
+        for error in several_ranks.run(body_functions_of_a_destroyed_group, length, timeout=30):
+            assert "group was destroyed" in error
+
+
 def body_destroyed_while_the_sender_sleeps(length: int) -> tuple[float, float]:
     """Receive, and destroy the group, while the sender is stopped: it finds the answer, and then perhaps the end of a
     connection, at the same time.

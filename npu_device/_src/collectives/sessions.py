@@ -178,6 +178,8 @@ class SessionQueue:
         with self._changed:
             try:
                 while position not in self._queues:
+                    if self._is_closed:
+                        raise self._destroyed()
                     if not self._changed.wait(QUEUE_CHECK_SECONDS):
                         self._health.check(self._group.name, self._group.ranks)
                     # If anything else waits, a session.run waits here; if not, the rank is busy elsewhere.

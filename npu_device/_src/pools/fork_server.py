@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import faulthandler
 import gc
 import json
 import os
@@ -124,6 +125,8 @@ def become(order: dict[str, Any]) -> types.ModuleType:
     os.close(output)
     os.environ.clear()
     os.environ.update(order["environment"])
+    if os.environ.get("PYTHONFAULTHANDLER"):
+        faulthandler.enable()
     # In other processes, the import of the package makes these two calls.
     mark_as_candidate()
     warn_at_exit()

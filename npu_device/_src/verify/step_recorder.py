@@ -60,7 +60,7 @@ class StepRecorder:
         self._models: list = []
         self._states: dict[str, list] = {}  # untrained variables, by the optimizer's name
         self._logs: dict[str, float] = {}  # of the latest step, recorded or not
-        atexit.register(self._record.save, process.folder)
+        atexit.register(self._save)
         # Numbers must be those of one process, so that this package neither compresses gradients nor shards optimizers.
         compared_with_one_process.set()
         wrap(tf.GradientTape, "gradient", self._tape_gradient)
@@ -185,6 +185,10 @@ class StepRecorder:
             step.weights = projected(arrays[trained:])
             self._record.steps.append(step)
             # Saved at each step, since the process may be killed after any.
+            self._save()
+
+    def _save(self) -> None:
+        with self._lock:
             self._record.save(self._process.folder)
 
     def _tape_gradient(self, original: Any, tape: Any, *args: Any, **kwargs: Any) -> Any:

@@ -194,8 +194,8 @@ class HostQueue:
         try:
             # The lock is held while advancing, so a transfer of another thread can end in between.
             while not started.ended_at:
-                # The background thread runs the transfer, or one before it.
-                if self._work.is_set():
+                # The background thread runs the transfer, or one before it. It has ended if the group was destroyed.
+                if self._work.is_set() and not self._is_closed:
                     with self._ended:
                         self._ended.wait_for(lambda: started.ended_at > 0)
                     break
