@@ -161,7 +161,8 @@ def _options(namespace: argparse.Namespace) -> Options:
     restarts = namespace.max_restarts or namespace.max_preemptions or fewest_nodes < nnodes
     if namespace.check and (namespace.script or namespace.trace or restarts):
         raise ValueError(
-            "check runs its own script once: omit the script, --trace, --max-restarts and MIN:MAX nodes"
+            "check runs its own script once: omit the script, --trace, --max-restarts, --max-preemptions and MIN:MAX "
+            "nodes"
         )
     if namespace.nproc_per_node == AUTO:
         namespace.nproc_per_node = 0  # each of --hosts counts its own GPUs

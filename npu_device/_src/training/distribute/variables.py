@@ -137,7 +137,7 @@ def npu_broadcast_scope_wrapper(strategy: Any) -> Any:
 
 
 def require_no_strategy(model: Any) -> None:
-    """Refuse a Keras model whose variables a strategy of ``tf.distribute`` has made for several devices."""
+    """Refuse a Keras model that was made under a strategy of ``tf.distribute`` other than ``OneDeviceStrategy``."""
     strategy = model.distribute_strategy
     is_single = isinstance(strategy, tf.distribute.OneDeviceStrategy)
     if compat.is_default_strategy(strategy) or is_single:

@@ -249,7 +249,7 @@ def replicate(model: Any, shard_optimizer: bool | None = None) -> Any:
 
     Raises:
         TypeError: not a Keras model.
-        ValueError: the model was made under a strategy of ``tf.distribute`` for several devices.
+        ValueError: the model was made under a strategy of ``tf.distribute`` other than ``OneDeviceStrategy``.
         RuntimeError: the environment names several ranks, but the job can't be joined any more.
 
     Where a model, loss or step can't be divided among ranks, the first step raises an error or prints a warning:
