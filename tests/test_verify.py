@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
@@ -876,6 +878,39 @@ def test_a_manager_restores_checkpoints_that_are_not_copied(tmp_path: Path) -> N
     assert before == {file.name: file.read_bytes() for file in (tmp_path / "saved").iterdir()}
     copies = (tmp_path / "kept").glob(f"*/files{tmp_path}/saved/ckpt-1.data-*")
     assert not list(copies)
+
+
+def test_ranks_end_with_the_process_that_has_forked_them(tmp_path: Path) -> None:
+    """One process makes a step; of two ranks, one fails before that, and the other one waits for ever."""
+    source = """
+import os, time
+import numpy as np, npu_device as npu
+npu.open().as_default()
+if npu.distribute.size() > 1:
+    print("rank is", os.getpid(), flush=True)
+    time.sleep(1)  # until both have printed it
+    raise SystemExit(4) if npu.distribute.rank() else time.sleep(300)
+import tensorflow as tf
+model = tf.keras.Sequential([tf.keras.Input([1]), tf.keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+model.fit(np.ones([2, 1]), np.ones([2, 1]))
+"""
+    with pytest.raises(AssertionError, match="the script failed with exit code 4"):
+        judged(tmp_path, source, [2], "3", 2)
+    logs = [path.read_text() for path in (tmp_path / "runs" / "ranks2").rglob(LOG)]
+    ranks = [number for log in logs for number in re.findall(r"rank is (\d+)", log)]
+    assert len(ranks) == 2
+    until = time.monotonic() + 10
+    while running := [rank for rank in ranks if _is_running(rank)]:
+        assert time.monotonic() < until, running
+        time.sleep(0.02)
+
+
+def _is_running(pid: str) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        # Empty for a process that has ended, but that nobody has waited for.
+        return Path(f"/proc/{pid}/cmdline").read_bytes() != b""
+    return False
 
 
 def test_changed_files_are_looked_for_among_the_first(tmp_path: Path) -> None:

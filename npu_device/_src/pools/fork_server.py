@@ -9,7 +9,6 @@ how it ended into the file that the order names. When the input ends, the server
 from __future__ import annotations
 
 import atexit
-import ctypes
 import faulthandler
 import gc
 import json
@@ -52,6 +51,7 @@ import npu_device._api  # noqa: E402, F401
 from npu_device._src.compat.live_objects import freeze_modules  # noqa: E402
 from npu_device._src.membership.never_opened import warn_at_exit  # noqa: E402
 from npu_device._src.membership.parent_rank import mark_as_candidate  # noqa: E402
+from npu_device._src.threads import end_with_parent  # noqa: E402
 from npu_device._src.whole_files import write_whole  # noqa: E402
 
 tf.keras.Sequential  # noqa: B018 - loads Keras 2, too
@@ -59,8 +59,6 @@ tf.keras.Sequential  # noqa: B018 - loads Keras 2, too
 os.environ.pop("NPU_DEVICE_RANK_PROCESS", None)
 
 _KEPT_PACKAGES = {"__main__", "sys", "builtins", "npu_device", "npu_bridge", "hccl"}
-_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
-_libc = ctypes.CDLL(None)
 
 
 def serve() -> dict[str, Any] | None:
@@ -114,7 +112,7 @@ def serve() -> dict[str, Any] | None:
 def become(order: dict[str, Any]) -> types.ModuleType:
     """Make this process look as if Python had been started with the script; the module in which to run it."""
     # Killed with the server, so that no rank stays behind if a test is killed.
-    _libc.prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+    end_with_parent()
     os.setpgid(0, 0)
     empty_input = os.open(os.devnull, os.O_RDONLY)
     output = os.open(order["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

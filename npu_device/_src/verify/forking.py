@@ -29,6 +29,7 @@ from npu_device._src.cluster.tracebacks import parse, without_libraries
 from npu_device._src.replicate.after_import import AfterImport
 from npu_device._src.replicate.main_program import run_main
 from npu_device._src.replicate.wrapped_models import Models
+from npu_device._src.threads import end_with_parent
 from npu_device._src.verify import file_shadow
 from npu_device._src.verify.plan import DONE, LOG, PROBLEM, SEED, START, PlannedProcess
 
@@ -116,6 +117,7 @@ class ForkingProcess(ABC):
             for process in processes:
                 pid = os.fork()
                 if not pid:
+                    end_with_parent()
                     random.setstate(random_state)
                     # The child goes on with the script where it stands.
                     self.become(process)
