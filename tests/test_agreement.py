@@ -40,6 +40,8 @@ def _calls(rank: int) -> dict[str, Callable[[], Any]]:
         "None on one rank": lambda: reduce([three, None if odd else four]),
         "dense against sparse": lambda: reduce([sparse if odd else tf.ones([4, 2])]),
         "number of tensors": lambda: reduce([three] * (3 if odd else 2)),
+        "keys": lambda: reduce({"loss": three, "steps" if odd else "accuracy": three}),
+        "keys of a mean": lambda: npu.distribute.weighted_mean([{"b" if odd else "a": three}], 1),
     }
 
 
@@ -54,6 +56,8 @@ EXPECTED = {
     "None on one rank": ["shape or kind of tensor 1", "tensor 1 -: None", "float32 [4]"],
     "dense against sparse": ["sparse float32 rows of [2]", "float32 [4, 2]"],
     "number of tensors": ["number of tensors", "of 3 tensors", "of 2 tensors"],
+    "keys": ["differ in: keys", "keys=loss, steps", "keys=accuracy, loss"],
+    "keys of a mean": ["differ in: keys", "keys=b", "keys=a"],
 }
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 import types
 from pathlib import Path
 from typing import Any
@@ -346,6 +347,76 @@ def body_numbers_of_no_kind(is_remedied: bool) -> Any:
     with warnings_of_package() as warnings:
         history = model.fit(x, y, batch_size=10, epochs=2, shuffle=False, verbose=0)
     return outcome(model, history), [warning for warning in warnings if "neither" in warning]
+
+
+def body_logs(eager: bool) -> tuple[dict, dict, list[str]]:
+    """Return logs of all kinds, of ``fit`` and ``evaluate``, and the warnings."""
+
+    class Total(tf.keras.metrics.Metric):  # type: ignore[misc,name-defined]
+        def __init__(self) -> None:
+            super().__init__(name="total")
+            self.total = self.add_weight(name="total", shape=(), initializer="zeros")
+
+        def update_state(self, values: Any) -> None:
+            self.total.assign_add(tf.reduce_sum(values))
+
+        def result(self) -> Any:
+            return self.total
+
+    def logs_of(self: Any, x: Any, y: Any) -> Any:
+        loss = tf.reduce_mean((self(x) - y) ** 2)
+        self.seen.update_state(x)
+        return {
+            "vector": tf.reduce_mean(x, axis=0),
+            "any": tf.reduce_any(x > 0.99),
+            "all": tf.reduce_all(tf.identity(x) < 0.99),
+            "largest": tf.cast(tf.reduce_max(x) * 1000, tf.int32),
+            "complex": tf.reduce_mean(tf.complex(x, 2 * x)),
+            "rate": self.optimizer.learning_rate,
+            "steps": self.optimizer.iterations,
+            "total": self.seen.result(),
+            "samples": x[:, 0],
+            "small": loss < 1e-3,
+            "small for all": npu.distribute.all_reduce(loss) < 1e-3,
+        }
+
+    def step(self: Any, data: Any) -> Any:
+        descend(self, lambda: tf.reduce_mean((self(data[0], training=True) - data[1]) ** 2))
+        return logs_of(self, *data)
+
+    model = _model(step)
+    type(model).test_step = lambda self, data: logs_of(self, *data)
+    model.seen = Total()
+    model.compile(tf.keras.optimizers.SGD(0.01), run_eagerly=eager)
+    model = npu.distribute.replicate(model)
+    x = np.random.default_rng(0).uniform(size=[9, 6]).astype(np.float32)
+    x[8, 5] = 0.999
+    y = x[:, :1]
+    with warnings_of_package() as warnings:
+        history = model.fit(x, y, batch_size=9, epochs=2, shuffle=False, verbose=0).history
+        found = model.evaluate(x, y, batch_size=9, verbose=0, return_dict=True)
+    return history, found, [warning for warning in warnings if warning.startswith("the log")]
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_logs_of_all_kinds(several_keras_ranks: Pool, keras_single: Pool, eager: bool) -> None:
+    [(alone, alone_tested, _)] = keras_single.run(body_logs, eager)
+    ranks = several_keras_ranks.run(body_logs, eager)
+    equal = ["any", "complex", "rate", "total", "small for all"]
+    if not eager:
+        # The history of an eager fit of tf-keras holds the variable itself, one for all epochs.
+        equal += ["all", "vector", "steps"]
+    for history, tested, _ in ranks:
+        for name in equal:
+            np.testing.assert_allclose(history[name], alone[name], rtol=1e-6, err_msg=name)
+            np.testing.assert_allclose(tested[name], alone_tested[name], rtol=1e-6, err_msg=name)
+        # Whatever else is a number is the same for all.
+        for name in ("all", "largest", "small"):
+            np.testing.assert_equal(history[name], ranks[0][0][name], err_msg=name)
+    named = [re.findall("the log '(.+?)'", warning)[0] for warning in ranks[0][2]]
+    # Of eager truth values it isn't known what they are made of, but whether they differ.
+    expected = ["all", "any", "samples", "vector"] if eager else ["samples", "small"]
+    assert sorted(set(named)) == expected and not any(warnings for _, _, warnings in ranks[1:])
 
 
 FOUND_BY_NAME: dict[str, Any] = {}

@@ -95,6 +95,11 @@ def body_weighted(graph: bool) -> Any:
             mean(-1)
         with pytest.raises(ValueError, match=r"a weight of shape \(1,\); expected a scalar"):
             npu.distribute.weighted_mean(1.0, [2.0])
+        has_samples = float(rank > 0)
+        nothing_of_rank_0 = npu.distribute.weighted_mean(
+            tf.constant(2.0) / has_samples, has_samples
+        )
+        assert float(nothing_of_rank_0) == 2
     result = (tf.function(mean) if graph else mean)(tf.constant(rank + 1))
     assert result["rest"][1] is None
     return [*map(float, found), float(result["loss"]), float(result["rest"][0][-1])]
@@ -134,6 +139,22 @@ def body_metrics() -> None:
     assert results == pytest.approx(
         {metric.name: float(metric.result()) for metric in alone}, rel=1e-5
     )
+
+    class Total(tf.keras.metrics.Metric):  # type: ignore[misc,name-defined]
+        def __init__(self) -> None:
+            super().__init__(name="total")
+            self.total = self.add_weight(name="total", shape=(), initializer="zeros")
+
+        def update_state(self, number: Any) -> None:
+            self.total.assign_add(number)
+
+        def result(self) -> Any:
+            return self.total
+
+    total = Total()
+    total.update_state(1.0 + rank)
+    assert npu.distribute.metric_results([total]) == {"total": size * (size + 1) / 2}
+    assert float(total.result()) == 1.0 + rank
 
 
 def test_metrics_of_all_ranks(keras_ranks: Pool) -> None:

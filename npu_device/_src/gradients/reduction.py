@@ -9,7 +9,7 @@ import contextlib
 import sys
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional, Union
 
@@ -55,6 +55,7 @@ class ReductionOptions:
     compression: str | None = None
     # Add up the rows of ``tf.IndexedSlices`` that have the same index, where their user does so anyway.
     adds_rows: bool = False
+    keys: tuple[str, ...] = ()  # keys of the dictionaries in which the values came
 
     def __post_init__(self) -> None:
         if self.reduction not in REDUCTIONS:
@@ -77,6 +78,18 @@ class ReductionOptions:
         if compared_with_one_process.is_set() or self.compression is None:
             return None
         return WIRE_DTYPES[self.compression]
+
+
+def keys_of(values: Any) -> tuple[str, ...]:
+    """Return the keys of the dictionaries in a nested structure, in the order of ``tf.nest.flatten``."""
+    keys: list[str] = []
+    if isinstance(values, Mapping):
+        for key in sorted(values):
+            keys += [str(key), *keys_of(values[key])]
+    elif isinstance(values, (list, tuple)):
+        for inner in values:
+            keys += keys_of(inner)
+    return tuple(keys)
 
 
 def check_fusion(fusion: int, fusion_id: int) -> None:
@@ -234,6 +247,8 @@ class ListReduction:
             "segments": _summary(self.segments),
             "compression": self.options.compression or "none",
         }
+        if self.options.keys:
+            agreed["keys"] = ", ".join(self.options.keys)
         agreed.update(self._paths_of_rows())
         counts = [rows.counts for rows in self._sparse.values() if rows.counts is not None]
         inputs = [*self.tensors, *counts]

@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from npu_device._src import compat
-from npu_device._src.gradients.reduction import ReductionOptions, reduce_list, weighted, with_values
+from npu_device._src.gradients.reduction import ReductionOptions, keys_of, reduce_list, with_values
 from npu_device._src.training.distribute.groups import process
 from npu_device._src.training.distribute.reduce_values import floating
 from npu_device._src.training.distribute.synchronized_layers import note_reduced
@@ -200,8 +200,8 @@ def weighted_mean(values: Any, weight: Any) -> Any:
         ValueError: the weight isn't a scalar, or is negative. The latter is unchecked if the weight is only known when
             a tf.function runs.
 
-    Every rank has to make the call, eagerly or in a tf.function: a rank without samples passes weight 0 and finite
-    values.
+    Every rank has to make the call, eagerly or in a tf.function: a rank without samples passes weight 0 and values of
+    the same shapes, which don't count, NaN neither.
 
     >>> import npu_device as npu
     >>> npu.distribute.weighted_mean(3.0, 8)  # a single device
@@ -223,10 +223,14 @@ def weighted_mean(values: Any, weight: Any) -> Any:
     note_reduced(world, values, by_samples=True)
     # If all weights are 0, so is the mean.
     fraction = tf.math.divide_no_nan(own_weight, world.sum_over_ranks(own_weight))
-    terms = []
-    for value in tf.nest.flatten(values):
-        terms.append(weighted(with_values(value, floating), fraction))
-    means = reduce_list(world.job, terms, ReductionOptions("sum"), world.group)
+
+    def term(tensor: tf.Tensor) -> tf.Tensor:
+        tensor = floating(tensor)
+        return tf.math.multiply_no_nan(tensor, tf.cast(fraction, tensor.dtype))
+
+    terms = [with_values(value, term) for value in tf.nest.flatten(values)]
+    options = ReductionOptions("sum", keys=keys_of(values))
+    means = reduce_list(world.job, terms, options, world.group)
     return tf.nest.pack_sequence_as(values, means)
 
 
@@ -253,6 +257,7 @@ def metric_results(metrics: Any) -> dict[str, Any]:
             f"metric_results was given several metrics of one name ({', '.join(names)}), and returns results by name.\n"
             "What to do: give each metric a name of its own."
         )
+    to_array = lambda number: tf.convert_to_tensor(number).numpy()  # noqa: E731
     results = {}
     for metric in metrics:
         variables = list(metric.variables)
@@ -261,7 +266,6 @@ def metric_results(metrics: Any) -> dict[str, Any]:
             states = list(map(world.sum_over_ranks, states))
         # The rank's own state is kept: later batches add to it.
         with partial_sums.with_values(variables, states):
-            result = metric.result()
-        to_array = lambda number: tf.convert_to_tensor(number).numpy()  # noqa: E731
-        results[metric.name] = tf.nest.map_structure(to_array, result)
+            # Read before the state is put back, since a result may be a variable of it.
+            results[metric.name] = tf.nest.map_structure(to_array, metric.result())
     return results

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Callable
 
@@ -14,6 +15,7 @@ from npu_device._src.collectives.dtypes import mean_dtype
 from npu_device._src.collectives.group import WORLD_GROUP
 from npu_device._src.gradients.reduction import (
     ReductionOptions,
+    keys_of,
     reduce_list,
     weighted,
     with_values,
@@ -85,6 +87,7 @@ def all_reduce(
     world = current_world(group)
     if world is None:
         return values
+    options = replace(options, keys=keys_of(values))
     leaves = tf.nest.flatten(values)
     tensors = list(map(_to_tensor, leaves))
     adds_up = reduction in ("mean", "sum")
@@ -192,7 +195,7 @@ def all_gather(tensor: Any) -> Any:
 
     Raises:
         ValueError: a scalar.
-        TypeError: a dtype that can't be sent, such as strings.
+        TypeError: a dtype that can't be sent, such as strings; a dictionary, a sparse or a ragged tensor.
         RuntimeError: another rank has failed or left, or called something else (in tf.function, TensorFlow makes this a
             ``tf.errors.UnknownError`` with the same text); the environment names several ranks but the job can't be
             joined any more.
@@ -210,6 +213,11 @@ def all_gather(tensor: Any) -> Any:
     world = current_world()
     if world is None:
         return tensor
+    if isinstance(tensor, (Mapping, tf.SparseTensor, tf.RaggedTensor, tf.IndexedSlices)):
+        raise TypeError(
+            f"rank {world.rank}: all_gather was given a {type(tensor).__name__}; expected one dense tensor.\n"
+            "What to do: gather its tensors one by one."
+        )
     tensor = tf.convert_to_tensor(tensor)
     step = current_step()
     if tensor.shape.rank == 0:

@@ -64,6 +64,9 @@ class DataFlow:
         is_start = operation.name in self._inputs or is_draw(operation)
         if is_start or operation.type.startswith(_TRANSFERS):
             return []
+        # The results of a collective pass through one together with its inputs, for the gradient.
+        if operation.type == "IdentityN":
+            return [operation.inputs[tensor.value_index]]
         call = self._calls_by_name.get(operation.name)
         if call is None:
             return list(operation.inputs)

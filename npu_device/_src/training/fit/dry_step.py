@@ -16,9 +16,10 @@ from npu_device._src import compat
 from npu_device._src.collectives.graph import differentiable
 from npu_device._src.gradients.reduction import ReductionOptions
 from npu_device._src.training.fit.graph_lines import where
+from npu_device._src.training.fit.logs import LOGS
 from npu_device._src.training.fit.metrics import METRIC, note_numbers
 from npu_device._src.training.fit.replaced import Replaced
-from npu_device._src.training.fit.step import LOGS, Step
+from npu_device._src.training.fit.step import Step
 from npu_device._src.training.fit.step_context import StepContext
 from npu_device._src.training.fit.weighting import WeightedReducer
 from npu_device._src.training.watching import training_state

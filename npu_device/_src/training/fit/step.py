@@ -20,13 +20,13 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import Any, Callable, NamedTuple, Optional
 
-import numpy as np
 import tensorflow as tf
 
 from npu_device._src import compat, environment
 from npu_device._src.collectives.group import WORLD_GROUP
 from npu_device._src.training.distribute.normalization import moments_of_all_ranks
 from npu_device._src.training.fit import predictions, xla
+from npu_device._src.training.fit.logs import LOGS, OwnLogs, as_tensor
 from npu_device._src.training.fit.losses import Losses
 from npu_device._src.training.fit.metrics import Metrics
 from npu_device._src.training.fit.randomness import RandomNumbers
@@ -50,9 +50,6 @@ _COMPUTED_LOGS_WARNING = (
     "samples, so that the logs hold the mean of what the ranks compute.\nWhat to do: compute it in a metric class, or "
     "in a callback from the logs, which hold the results of all ranks."
 )
-
-LOGS = "logs"
-"""The name of the logs of a step among those who take numbers; see ``CurrentStep.register_number``."""
 
 
 def train_or_test_step(context: StepContext) -> Callable[[Any], Any]:
@@ -204,34 +201,17 @@ class Step:
         metric_results, not_computable = self._metrics.results_again(leaves)
         if not_computable and self._world.is_main:
             self._warn_of_computed_logs(logs, not_computable)
-        numbers = list(map(_float_as_tensor, leaves))
-        # Of logs that come from no metric, by position; sent together, since each contribution is a single number.
-        contributions: dict[int, tf.Tensor] = {}
+        numbers = list(map(as_tensor, leaves))
+        own_logs = OwnLogs(self._current, functools.partial(self._warn_of_log, logs))
         for position, result in enumerate(metric_results):
-            factor = self._factor_of_log(numbers[position])
-            if result is not None:
-                numbers[position] = result
-            elif factor is not None:
-                contributions[position] = tf.cast(numbers[position], tf.float64) * factor
-        if contributions:
-            packed = tf.stack(list(contributions.values()))
-            totals = tf.unstack(self._world.sum_over_ranks(packed))
-            for position, total in zip(contributions, totals):
-                numbers[position] = tf.cast(total, numbers[position].dtype)
+            if result is None:
+                own_logs.add(position, numbers[position])
+            else:
+                self._current.register_number(LOGS, numbers[position])
+                numbers[position] = as_tensor(result)
+        for position, log in own_logs.of_all_ranks(self._world.sum_over_ranks):
+            numbers[position] = log
         return tf.nest.pack_sequence_as(logs, numbers)
-
-    def _factor_of_log(self, number: Any) -> Any:
-        """Return by what a scalar of the logs is multiplied before it is summed: sums are summed, other numbers
-        averaged by samples. None for whatever else is in the logs, which stays as it is on this rank.
-        """
-        is_sum = self._current.register_number(LOGS, number)
-        if not tf.is_tensor(number) or number.shape.rank != 0:
-            return None
-        if is_sum and (number.dtype.is_floating or number.dtype.is_integer):
-            return self._current.sum_factor
-        if number.dtype.is_floating:
-            return self._current.fraction
-        return None
 
     def _reduce_increments(self) -> None:
         # A graph is traced once more if a metric has made its variables in the step. Keras's metrics begin with zeros.
@@ -239,6 +219,15 @@ class Step:
             variables = self._metrics.additive_variables()
             self._increments.add(variables, self._current.sum_factor, tf.zeros_like)
         self._increments.reduce()
+
+    def _warn_of_log(self, logs: Any, text: str, position: int) -> None:
+        """Warn of a log, once in eager mode, too; ``text`` has places for its name and for the class of the model."""
+        name = f"at position {position}"
+        if isinstance(logs, dict) and len(logs) == len(tf.nest.flatten(logs)):
+            name = repr(sorted(logs)[position])
+        if self._world.is_main and (text, name) not in self._context.warned_logs:
+            self._context.warned_logs.add((text, name))
+            _log.warning(text, name, type(self._context.model).__name__)
 
     def _warn_of_computed_logs(self, logs: Any, leaves: Sequence) -> None:
         """Warn that some leaves of the logs are those of this rank's samples."""
@@ -257,12 +246,6 @@ def _synchronize_layers(layers: Sequence, replaced: Replaced) -> None:
         if getattr(layer, "synchronized", False) and hasattr(layer, name):
             moments = functools.partial(moments_of_all_ranks, layer, WORLD_GROUP)
             replaced.replace(layer, name, moments)
-
-
-def _float_as_tensor(leaf: Any) -> Any:
-    if isinstance(leaf, (float, np.floating)):
-        return compat.to_tensor(leaf)
-    return leaf
 
 
 # Variables that are reduced by their increments

@@ -28,6 +28,7 @@ class StepContext:
         batches_from_root: rank 0's batches are sent to all ranks.
         has_own_data: each rank reads its own rows: ``divided``, a pipeline, a Sequence with ``rows``. The
             batches have tags (``share.is_tagged``).
+        warned_logs: of which logs there was a warning, with its text.
         predicts_rows: by the type of a batch, whether all outputs of ``predict`` have rows for the samples.
     """
 
@@ -39,6 +40,7 @@ class StepContext:
     checksum: RunningChecksum = field(default_factory=RunningChecksum)
     batches_from_root: bool = False
     has_own_data: bool = False
+    warned_logs: set[tuple[str, str]] = field(default_factory=set)
     predicts_rows: dict[str, bool] = field(default_factory=dict)
 
     def after_draws(self, numbers: RandomNumbers, share: Share) -> None:
