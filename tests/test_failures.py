@@ -36,6 +36,13 @@ OUT_OF_MEMORY = """
 """
 
 
+WITHOUT_TEXT = """
+    class Silent(Exception):
+        def __str__(self):
+            raise RuntimeError("no text")
+    raise Silent"""
+
+
 def _ends(directory: Path, ending: int, act: str, pending: bool) -> tuple[job.Ended, job.Ended]:
     """Run two ranks, of which one ends while the other waits in a collective, or before it; return them."""
     own_file = "import os\nos.environ['NPU_DEVICE_ERROR_FILE'] += os.environ['RANK_ID']\n"
@@ -71,8 +78,9 @@ finally:
             "ValueError: the data of shard 7 is broken",
         ),
         (1, OUT_OF_MEMORY, "MemoryError: Unable to allocate 8.00 GiB"),
+        (1, WITHOUT_TEXT, "Silent: <exception str() failed>"),
     ],
-    ids=["rank 0, in a collective", "rank 1 is out of memory, before one"],
+    ids=["rank 0, in a collective", "rank 1 is out of memory, before one", "without a text"],
 )
 def test_an_exception_reaches_the_others_within_five_seconds(
     tmp_path: Path, failing: int, act: str, error: str

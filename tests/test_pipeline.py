@@ -62,23 +62,24 @@ def _pipelines(directory: str) -> dict[str, Any]:
         "seeds": pipeline(numbers, noisy, 4, seed=7),
         "structures": pipeline(pairs, nested, 5),
         "named": pipeline(numbers.map(lambda number: _Pair(number, 2 * number)), named, 3),
+        "sparse": pipeline(
+            tf.data.Dataset.from_tensor_slices(tf.sparse.eye(11)), lambda row: row, 4
+        ),
         "tiny": pipeline(numbers, python, 1),
         "full": pipeline(numbers, python, np.int64(4), drop_remainder=True),
         "in files": pipeline(numbers, square, 4).cache(f"{directory}/cache"),
     }
 
 
+def _array(tensor: Any) -> np.ndarray:
+    return (tf.sparse.to_dense(tensor) if isinstance(tensor, tf.SparseTensor) else tensor).numpy()
+
+
 def body_batches(directory: str) -> dict[str, Any]:
     """Two epochs of each pipeline, by kind, and what it says of itself."""
     found: dict[str, Any] = {}
     for kind, data in _pipelines(directory).items():
-        epochs = [
-            [
-                tf.nest.map_structure(lambda leaf: leaf.numpy(), each, expand_composites=True)
-                for each in data
-            ]
-            for _ in range(2)
-        ]
+        epochs = [[tf.nest.map_structure(_array, batch) for batch in data] for _ in range(2)]
         spec = tf.nest.map_structure(
             lambda each: (str(each.shape[1:]), each.dtype.name), data.element_spec
         )

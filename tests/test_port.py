@@ -551,6 +551,19 @@ def test_a_file_is_written_once_with_its_mode_and_encoding(tmp_path: Path) -> No
     assert [each.name for each in tmp_path.iterdir() if each.name.startswith(".")] == []
 
 
+def test_a_diff_can_be_applied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "train.py"
+    path.write_text(script().replace("model.fit", "\fmodel.fit"))
+    assert main(["train.py"]) == 0
+    patch = capsys.readouterr().out
+    subprocess.run(["git", "apply", "-"], input=patch, text=True, check=True)
+    applied = path.read_text()
+    assert "npu.open" in applied and "model.fit" in applied
+
+
 def test_a_folder_is_written_beside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old, new = tmp_path / "old", tmp_path / "new"
     (old / "package").mkdir(parents=True)
@@ -606,6 +619,13 @@ def test_wrong_usage_is_refused(
         main(arguments)
     assert ended.value.code == 2
     assert problem in capsys.readouterr().err
+
+
+def test_a_folder_without_scripts_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(tmp_path)]) == 2
+    assert f"no .py or .ipynb files in {tmp_path}" in capsys.readouterr().err
 
 
 def test_distribution_and_version_1_are_as_the_user_says() -> None:

@@ -259,7 +259,8 @@ class Health:
             self._failure is not None
             or isinstance(error, PeerError)
             or isinstance(error.__cause__, PeerError)
-            or _ABORTED in str(error)
+            # Without ``str``, which may fail for an exception of the script.
+            or _ABORTED in "".join(traceback.format_exception_only(type(error), error))
         )
 
     def give_up(self, error: BaseException) -> PeerError | None:

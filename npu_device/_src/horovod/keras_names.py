@@ -106,7 +106,7 @@ class MetricAverageCallback(tf.keras.callbacks.Callback):
             # Python's numbers in the logs have the precision of float64. A metric may be one number per class.
             metrics = [np.asarray(logs[name], np.float64) for name in names]
             with compat.eager_mode():
-                means = [mean.numpy() for mean in all_reduce(metrics)]
+                means = list(map(np.asarray, all_reduce(metrics)))
             for name, mean in zip(names, means):
                 # Scalars are numbers of Python, as Keras logs them.
                 logs[name] = mean if mean.ndim else float(mean)

@@ -29,6 +29,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return 2
     files = _port_all(options)
+    if not files:
+        print(f"{name}: no .py or .ipynb files in {options.root}", file=sys.stderr)
+        return 2
     if options.json:
         print(port_report.as_json(files))
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import io
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -103,10 +104,12 @@ def _diff_line(line: str) -> str:
 
 
 def diff(before: str, after: str, name: str) -> str:
-    # Lines without an end are marked as in git, or the diff couldn't be applied.
-    lines = difflib.unified_diff(
-        before.splitlines(True), after.splitlines(True), f"a/{name}", f"b/{name}"
+    # Lines end where they do for ``patch``: a form feed is no end.
+    lines_before, lines_after = (
+        io.StringIO(text, newline="\n").readlines() for text in (before, after)
     )
+    # Lines without an end are marked as in git, or the diff couldn't be applied.
+    lines = difflib.unified_diff(lines_before, lines_after, f"a/{name}", f"b/{name}")
     return "".join(
         line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines
     )

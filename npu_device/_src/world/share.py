@@ -278,7 +278,7 @@ def _cut(leaf: Any, start: Any, end: Any) -> Any:
     size = tf.concat([count, row_shape], axis=0)
     cut = tf.sparse.slice(leaf, corner, size)
     length = None
-    if isinstance(start, int):
+    if isinstance(start, int) and isinstance(end, int):
         length = end - start
     # ``tf.sparse.slice`` forgets the shape.
     cut.set_shape([length, *leaf.shape[1:]])
