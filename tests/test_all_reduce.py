@@ -251,3 +251,52 @@ def body_refusals() -> list[str]:
 
 def test_bad_input_is_refused_with_a_reason(ranks: Pool) -> None:
     assert ranks.run(body_refusals) == [[]] * ranks.size
+
+
+def body_loop_over_a_dataset() -> list[list[float]]:
+    """Train in loops of AutoGraph, which are functions of a dataset, and leave the last one early."""
+    rank, size = npu.distribute.rank(), npu.distribute.size()
+    weight, steps = tf.Variable(1.0), tf.Variable(0.0)
+    dataset, batch = npu.distribute.shard_and_rebatch_dataset(tf.data.Dataset.range(24), 12)
+    model = tf.keras.Sequential(
+        [tf.keras.Input([1]), tf.keras.layers.Dense(1, "tanh", False, "ones")]
+    )
+    optimizer = npu.distribute.npu_distributed_keras_optimizer_wrapper(
+        tf.keras.optimizers.SGD(0.01)
+    )
+    optimizer.build(model.trainable_variables)
+
+    @tf.function
+    def epoch(data: Any, limit: float) -> Any:
+        before = npu.distribute.all_reduce(tf.constant(1.0 + rank))
+        total = tf.constant(0.0)
+        for numbers in data:
+            x = tf.cast(numbers, tf.float32)[:, tf.newaxis]
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(npu.distribute.all_reduce((weight - x) ** 2))
+            with tf.GradientTape() as tape_of_model:
+                loss_of_model = tf.reduce_mean((model(x) - x / 24) ** 2)
+            weight.assign_sub(0.1 * npu.distribute.all_reduce(tape.gradient(loss, weight)))
+            variables = model.trainable_variables
+            gradients = tape_of_model.gradient(loss_of_model, variables)
+            optimizer.apply_gradients(zip(gradients, variables))
+            total += npu.distribute.all_reduce(loss)
+            steps.assign_add(npu.distribute.all_reduce(tf.fill([3], 1.0), "max")[0])
+            if steps >= limit:
+                break
+        after = npu.distribute.all_reduce([tf.fill([70_000], 2.0 * rank)], "max")[0][-1]
+        return total, before - (size + 1) / 2, after - 2 * (size - 1)
+
+    data = dataset.batch(batch)
+    ends = [epoch(data, limit) for limit in (99.0, 99.0, 5.0)]
+    assert int(steps) == 5
+    numbers = [float(weight), *map(float, tf.reshape(model.trainable_variables[0], [-1]))]
+    return [numbers, *([float(number) for number in end] for end in ends)]
+
+
+@pytest.mark.more_engines("tcp", "mpi", "tensorflow")
+def test_loops_over_datasets_in_functions(several_ranks: Pool, single: Pool) -> None:
+    [alone] = single.run(body_loop_over_a_dataset)
+    for found in several_ranks.run(body_loop_over_a_dataset):
+        for numbers, expected in zip(found, alone):
+            assert numbers == pytest.approx(expected, rel=1e-5, abs=1e-6)

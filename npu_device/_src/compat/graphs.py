@@ -374,12 +374,17 @@ def graph_around_xla() -> Any:
     return caller
 
 
+# AutoGraph makes this of a loop over a dataset: a function that runs for one element after the other, as the loop does.
+_LOOP_OVER_DATASET = "Dataset_scan_scan_body"
+
+
 def place_without_order() -> str | None:
     """Return in words where the graph being built runs, if TensorFlow runs several such graphs at once; else None."""
     graph = graph_being_built()
     while graph is not None:
-        if getattr(graph, "name", "").startswith("Dataset_"):
-            return f"the function of a dataset ({graph.name})"
+        name = getattr(graph, "name", "")
+        if name.startswith("Dataset_") and not name.startswith(_LOOP_OVER_DATASET):
+            return f"the function of a dataset ({name})"
         # Only the name shows ``pfor`` while it is traced (TensorFlow 2.20); when it runs, it is a loop like any other.
         loop = re.match(r"(.*/)?loop_body(_\d+)?(?=/|$)", graph.get_name_scope())
         names = {operation.name for operation in graph.get_operations()}
