@@ -4,6 +4,7 @@ each rank has shuffled differently.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -171,3 +172,34 @@ def test_data_that_are_shuffled_differently_before_they_are_divided(tmp_path: Pa
     last += second
     assert last.count("shuffled in another order on each rank, with another seed on each rank") == 1
     assert "rank 0 on host node0: seed 7\n  rank 1 on host node0: seed 8\n" in last
+
+
+IN_ANY_ORDER = """
+import npu_device as npu
+npu.open({seed}).as_default()
+import tensorflow as tf
+numbers = tf.data.Dataset.range(16)
+options = tf.data.Options()
+options.deterministic = False
+halves = [tf.data.Dataset.range(8), tf.data.Dataset.range(8, 16)]
+for kind, dataset in {{
+    "random": tf.data.Dataset.sample_from_datasets(halves, [0.5, 0.5]),
+    "inside": numbers.flat_map(lambda number: tf.data.Dataset.range(number, number + 3).shuffle(3)),
+    "free": numbers.map(lambda number: number + 1, num_parallel_calls=2, deterministic=False),
+    "options": numbers.with_options(options),
+    "fixed": numbers.flat_map(lambda number: tf.data.Dataset.range(number, number + 3)),
+}}.items():
+    print(kind, flush=True)
+    npu.distribute.shard_and_rebatch_dataset(dataset, 4)
+"""
+
+
+@pytest.mark.parametrize("seed", ["", "seed=1"])
+def test_data_in_another_order_on_each_rank(tmp_path: Path, seed: str) -> None:
+    first, second = job.outputs(tmp_path, 2, IN_ANY_ORDER.format(seed=seed))
+    _, random, inside, free, options, fixed = re.split("^[a-z]+$", first, flags=re.MULTILINE)
+    for said in (random, inside):
+        assert ("another order on each rank, without a seed" in said) == (seed == "")
+    for said in (free, options):
+        assert "reads in another order, since it has deterministic=False" in said
+    assert "order" not in fixed + second

@@ -16,15 +16,31 @@ def datasets_of(dataset: Any) -> Iterator:
 
 
 def shuffle_seeds(dataset: Any) -> list[tuple[int | None, ...]]:
-    """Return the seeds of each shuffle in a ``tf.data.Dataset``; None for a seed that isn't known yet.
+    """Return the seeds of all that is random in the order of a ``tf.data.Dataset``, as ``shuffle`` is, also in the
+    functions of ``flat_map`` and ``interleave``; None for a seed that isn't known yet.
 
     Both seeds are 0 where neither shuffle nor tf.random.set_seed was given one (TensorFlow 2.15 to 2.21).
     """
     seeds: list[tuple[int | None, ...]] = []
     for source in reversed(list(datasets_of(dataset))):
-        if "Shuffle" in type(source).__name__ and hasattr(source, "_seed2"):
+        if hasattr(source, "_seed2"):
             seeds.append((_static_seed(source._seed), _static_seed(source._seed2)))
+        function = getattr(getattr(source, "_map_func", None), "function", None)
+        if function is None:
+            continue
+        for operation in function.graph.get_operations():
+            if operation.type.startswith(("ShuffleDataset", "RandomDataset")):
+                numbers = [tensor for tensor in operation.inputs if tensor.dtype == tf.int64]
+                seeds.append(tuple(map(_static_seed, numbers[-2:])))
     return seeds
+
+
+def has_fixed_order(dataset: Any) -> bool:
+    """Return False if a ``tf.data.Dataset`` may give its elements in any order (``deterministic=False``)."""
+    is_free = any(
+        getattr(source, "_deterministic", "") == "false" for source in datasets_of(dataset)
+    )
+    return not is_free and dataset.options().deterministic is not False
 
 
 def _static_seed(tensor: Any) -> int | None:

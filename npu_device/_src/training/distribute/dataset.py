@@ -114,6 +114,8 @@ class _DivisionNumbers(itertools.count):
 
 def _compare_shuffles(job: Job, dataset: Any) -> None:
     """Warn if a dataset is shuffled in another order on each rank. No rank waits: the last one compares."""
+    if not compat.has_fixed_order(dataset) and job.cluster.rank == 0:
+        _log.warning("%s", _FREE_ORDER)
     seeds = compat.shuffle_seeds(dataset)
     number = next(job.component_or_new(_DivisionNumbers))
     # Without a seed, TensorFlow draws one on each rank.
@@ -141,6 +143,11 @@ def _compare_shuffles(job: Job, dataset: Any) -> None:
 
 _TEXT = (
     "shard_and_rebatch_dataset was given a dataset that is shuffled in another order on each rank, %s%s\nSome samples "
-    "are read by several ranks, others by none.\nWhat to do: give shuffle a seed, the same on every rank, or call "
-    "npu.open(seed=1)."
+    "are read by several ranks, others by none.\nWhat to do: give shuffle a seed, the same on every rank (and so "
+    "sample_from_datasets), or call npu.open(seed=1)."
+)
+_FREE_ORDER = (
+    "shard_and_rebatch_dataset was given a dataset that each rank reads in another order, since it has "
+    "deterministic=False. Some samples are read by several ranks, others by none.\nWhat to do: leave that out before "
+    "the call, and set it after it."
 )
