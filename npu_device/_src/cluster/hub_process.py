@@ -67,7 +67,7 @@ class HubProcess:
             raise RendezvousError(
                 f"the hub of the job could not be started: it ended with code {code}"
             )
-        os.register_at_fork(after_in_child=self.close)
+        _started.append(self)
 
     def close(self) -> None:
         """Let the hub end as soon as no rank is connected to it."""
@@ -81,3 +81,17 @@ class HubProcess:
         self.close()
         self.process.kill()
         self.process.wait()
+
+
+# Kept until the process ends. A function of the system that referred to a hub would keep it longer: Python 3.9 clears
+# such functions last, and crashes when it warns of a process that still runs.
+_started: list[HubProcess] = []
+
+
+def _leave_to_parent() -> None:
+    """Leave the hubs to the parent of this forked child."""
+    for hub in _started:
+        hub.close()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
