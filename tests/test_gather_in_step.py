@@ -111,6 +111,8 @@ def body_outside() -> Any:
 
     with pytest.raises(ValueError, match=f"rank {rank}: all_gather was given a scalar"):
         npu.distribute.all_gather(1.0)
+    with pytest.raises(TypeError, match=f"rank {rank}: all_gather was given a dict"):
+        npu.distribute.all_gather({"a": tf.ones([2])})
     whole = np.concatenate(parts)
     return [[value.numpy() for value in way()] for way in (gradient, tf.function(gradient))], whole
 

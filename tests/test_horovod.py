@@ -456,6 +456,10 @@ def test_callbacks_leave_equal_metrics_weights_and_rates(keras_ranks: Pool) -> N
     require_equal_ends(keras_ranks, False)
 
 
+def test_callbacks_on_one_rank(single: Pool) -> None:
+    require_equal_ends(single, False)
+
+
 @pytest.mark.only_keras("2")
 def test_callbacks_do_so_in_a_graph(keras_two_ranks: Pool) -> None:
     require_equal_ends(keras_two_ranks, True)
