@@ -374,7 +374,8 @@ def graph_around_xla() -> Any:
     return caller
 
 
-# AutoGraph makes this of a loop over a dataset: a function that runs for one element after the other, as the loop does.
+# AutoGraph makes this of a loop over a dataset: a function that runs for one element after the other, as the loop does
+# (TensorFlow 2.15 to 2.21).
 _LOOP_OVER_DATASET = "Dataset_scan_scan_body"
 
 

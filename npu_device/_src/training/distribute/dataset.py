@@ -147,7 +147,7 @@ _TEXT = (
     "sample_from_datasets), or call npu.open(seed=1)."
 )
 _FREE_ORDER = (
-    "shard_and_rebatch_dataset was given a dataset that each rank reads in another order, since it has "
-    "deterministic=False. Some samples are read by several ranks, others by none.\nWhat to do: leave that out before "
-    "the call, and set it after it."
+    "shard_and_rebatch_dataset was given a dataset that each rank may read in another order, since it has "
+    "deterministic=False. Then some samples are read by several ranks, others by none.\nWhat to do: set "
+    "deterministic=False only after the call."
 )

@@ -2,8 +2,8 @@
 reduces the gradients inside), the increments of metrics and moving averages summed, logged.
 
 ``train_or_test_step`` and ``predict_step`` below are the road. They stand in for the model's own steps; the rest of the
-file is what they call, in that order. How losses, metrics, layers and optimizers take part is in ``losses``,
-``metrics``, ``distribute.normalization`` and ``weighting``.
+file is what they call, in that order. How losses, metrics, logs, layers and optimizers take part is in ``losses``,
+``metrics``, ``logs``, ``distribute.normalization`` and ``weighting``.
 
 Three objects go by the name of a step:
 
